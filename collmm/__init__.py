@@ -1,0 +1,1 @@
+"""Overlap collectives with the einsums that need them, in JAX."""

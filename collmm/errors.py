@@ -1,0 +1,65 @@
+"""Errors a user can meet, and the closed list of reasons for leaving an einsum alone.
+
+Pure: imports nothing of jax. Every error message is one line that names what came, what was
+wanted and what to do; the command line prints it and exits with status 2.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class CollmmError(Exception):
+    """Base class of every error collmm raises on purpose."""
+
+
+class OptionError(CollmmError, ValueError):
+    """An argument or option has a value that is not allowed."""
+
+
+class ProgramError(CollmmError):
+    """A program file cannot be loaded or does not follow the protocol."""
+
+
+class TargetError(CollmmError):
+    """A target is unknown, cannot hold the mesh, or its compiler is not installed."""
+
+
+class HloError(CollmmError):
+    """A text is not the HLO this reader knows; the message names the line."""
+
+
+class AnalysisError(CollmmError):
+    """The analysis met something it does not understand.
+
+    Callers of a decorated function never see it unless ``Options(strict=True)``: the original
+    function runs and a warning names the site.
+    """
+
+
+class Reason(enum.Enum):
+    """Why a ``dot_general`` is left as it was. The list is closed; each value is documented.
+
+    The enum value is the code that plans, JSON and documentation use; ``meaning`` is the sentence.
+    """
+
+    NO_COLLECTIVE = ("no-collective", "neither operand is gathered and the result is not reduced")
+    ALL_REDUCE = ("all-reduce", "the result is summed over the ring but wanted whole everywhere")
+    ALL_TO_ALL = ("all-to-all", "the collective next to the einsum is an all-to-all")
+    PERMUTE = ("collective-permute", "the collective next to the einsum is a permute")
+    NOT_WORTH = ("not-worth", "the cost model expects no gain")
+    POLICY_NEVER = ("policy-never", "the policy is 'never'")
+    NO_OVERLAP = ("no-overlap", "the einsum was traced under collmm.no_overlap()")
+    INSIDE_SHARD_MAP = ("inside-shard-map", "the einsum sees per-device shapes inside a shard_map")
+    UNEVEN_SHARDS = ("uneven-shards", "a sharded dimension is not divisible by its mesh axes")
+    SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
+    MIXED_SLICE = ("mixed-slice", "the reduced result is sliced over axes that were not reduced too")
+    SHARED_RESULT = ("shared-result", "the summed result is also needed whole by something else")
+    UNSUPPORTED_DTYPE = ("unsupported-dtype", "no loop exists for these element types")
+    UNKNOWN_MESH = ("unknown-mesh", "the mesh of the sharding could not be identified")
+    UNREACHED = ("unreached", "the einsum did not reach the compiler: dead, or rewritten by jax")
+    ANALYSIS_FAILED = ("analysis-failed", "the analysis met something it does not understand")
+
+    def __init__(self, code: str, meaning: str):
+        self.code = code
+        self.meaning = meaning
