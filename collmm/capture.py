@@ -1,0 +1,172 @@
+"""Capture: a closed jaxpr with nested jits inlined and every ``dot_general`` numbered.
+
+Before::
+
+    { lambda ; x w. let y = jit[name=_einsum jaxpr={... dot_general ...}] x w in (y,) }
+
+after::
+
+    { lambda ; x w. let y = dot_general x w in (y,) }       # carrying collmm_site="0"
+
+The number travels as XLA metadata on the equation, so the same jaxpr serves the analysis (which
+finds the einsum again in StableHLO by its number) and the rewrite. A nested jit that has options
+of its own (shardings, donation, layouts, compiler options) is kept as a call and entered. Control
+flow is entered; kernels and other opaque bodies are only searched for einsums, never changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from collmm import _jax
+from collmm.errors import Reason
+from collmm.sites import Location
+
+SITE_KEY = "collmm_site"
+OVERLAP_KEY = "collmm_overlap"
+
+# Primitives whose jaxprs run as they stand, once or many times, on values of the program.
+_ENTERED = frozenset(
+    {
+        "jit",
+        "pjit",
+        "scan",
+        "while",
+        "cond",
+        "checkpoint",
+        "remat",
+        "remat2",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "closed_call",
+        "core_call",
+        "overlap_call",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedDot:
+    """One numbered ``dot_general``.
+
+    Attributes:
+      index: its number in program order.
+      eqn: the equation before the number was attached.
+      location: the user's line.
+      scope: enclosing control flow, outermost first.
+      refusal: a reason already known from the jaxpr alone, or None.
+    """
+
+    index: int
+    eqn: Any
+    location: Location
+    scope: tuple[str, ...]
+    refusal: Reason | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A numbered program: the inlined closed jaxpr and its dots by number."""
+
+    closed: Any
+    dots: tuple[CapturedDot, ...]
+
+
+def capture(closed: Any) -> Captured:
+    """Inline nested jits of ``closed`` and number its dots; see the module docstring."""
+    walker = _Walker()
+    jaxpr = walker.rebuild(closed.jaxpr, (), None)
+    return Captured(closed.replace(jaxpr=jaxpr), tuple(walker.dots))
+
+
+def site_of(eqn: Any) -> int | None:
+    """Return the number that ``capture`` gave to ``eqn``, or None."""
+    if eqn.primitive.name != "dot_general" or not eqn.ctx.xla_metadata:
+        return None
+    number = eqn.ctx.xla_metadata.get(SITE_KEY)
+    return None if number is None else int(number)
+
+
+class _Walker:
+    """One walk over a program, in order."""
+
+    def __init__(self) -> None:
+        self.dots: list[CapturedDot] = []
+        self._has_dots: dict[int, bool] = {}
+
+    def rebuild(self, jaxpr: Any, scope: tuple[str, ...], refusal: Reason | None) -> Any:
+        """Return ``jaxpr`` inlined and numbered; its own variables stay."""
+        eqns: list[Any] = []
+        env: dict[Any, Any] = {}
+        self._emit(jaxpr, env, eqns, None, scope, refusal)
+        outvars = [_read(env, v) for v in jaxpr.outvars]
+        return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+    def _emit(self, jaxpr, env, eqns, call, scope, refusal) -> None:
+        for eqn in jaxpr.eqns:
+            source = eqn.source_info
+            if call is not None:
+                source = _jax.under_scope(source, call.source_info, call.params["name"])
+            invars = [_read(env, v) for v in eqn.invars]
+            if _jax.is_plain_call(eqn):
+                self._inline(eqn.replace(source_info=source), invars, env, eqns, scope, refusal)
+                continue
+            outvars = eqn.outvars
+            if call is not None:
+                outvars = [_jax.fresh_like(v) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, outvars, strict=True))
+            eqn = eqn.replace(invars=invars, outvars=outvars, source_info=source)
+            eqns.append(self._visit(eqn, scope, refusal))
+
+    def _inline(self, eqn, invars, env, eqns, scope, refusal) -> None:
+        inner = eqn.params["jaxpr"].jaxpr
+        inner_env = dict(zip(inner.invars, invars, strict=True))
+        self._emit(inner, inner_env, eqns, eqn, scope, refusal)
+        for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
+            env[outer_var] = _read(inner_env, inner_var)
+
+    def _visit(self, eqn, scope, refusal) -> Any:
+        if eqn.primitive.name == "dot_general":
+            return self._number(eqn, scope, refusal)
+        name = eqn.primitive.name
+        new = {}
+        for key, index, sub in _jax.jaxprs_in(eqn):
+            inner = _jax.open_jaxpr(sub)
+            if not self._contains_dots(inner):
+                continue
+            inner_refusal = refusal
+            if name == "shard_map":
+                inner_refusal = Reason.INSIDE_SHARD_MAP
+            elif name not in _ENTERED:
+                inner_refusal = Reason.UNREACHED
+            new[key, index] = self.rebuild(inner, (*scope, name), inner_refusal)
+        # Kernels and other opaque bodies keep the very jaxpr they came with.
+        return _jax.with_jaxprs(eqn, new) if new and name in _ENTERED else eqn
+
+    def _number(self, eqn, scope, refusal) -> Any:
+        index = len(self.dots)
+        metadata = _jax.eqn_metadata(eqn)
+        if metadata.get(OVERLAP_KEY) == "none":
+            refusal = Reason.NO_OVERLAP
+        file, line, function = _jax.user_frame(eqn)
+        location = Location(file, line, function, str(eqn.source_info.name_stack))
+        self.dots.append(CapturedDot(index, eqn, location, scope, refusal))
+        return _jax.with_metadata(eqn, **{SITE_KEY: str(index)})
+
+    def _contains_dots(self, jaxpr) -> bool:
+        known = self._has_dots.get(id(jaxpr))
+        if known is None:
+            known = any(
+                eqn.primitive.name == "dot_general"
+                or any(
+                    self._contains_dots(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn)
+                )
+                for eqn in jaxpr.eqns
+            )
+            self._has_dots[id(jaxpr)] = known
+        return known
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom if isinstance(atom, _jax.Literal) else env.get(atom, atom)

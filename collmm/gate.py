@@ -1,0 +1,175 @@
+"""Gate: from what Shardy decided for a dot to an einsum site, with its collectives or a refusal.
+
+Refuses, each with a reason, when: the einsum is not a value of the whole program (inside a
+``shard_map`` or a kernel), nothing is communicated, only collectives stand next to it that no
+ring replaces, shards are uneven, a sharding splits a mesh axis, or the element types have no loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from collmm.capture import CapturedDot
+from collmm.einsum import Einsum
+from collmm.errors import Reason
+from collmm.partition import DotSharding
+from collmm.sites import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Collective,
+    EinsumSite,
+    Spec,
+    shard_shape,
+)
+
+# Two elements share a byte: shards of these cannot be sliced at every index.
+_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
+    """Return the site of ``dot``; ``sharding`` is None when it never reached the compiler."""
+    site = _bare_site(dot)
+    if dot.refusal is not None:
+        return _refuse(site, dot.refusal)
+    if sharding is None:
+        return _refuse(site, Reason.UNREACHED)
+    if sharding.refusal is not None:
+        return _refuse(site, sharding.refusal)
+    site = dataclasses.replace(
+        site,
+        lhs_spec=sharding.lhs,
+        rhs_spec=sharding.rhs,
+        out_spec=sharding.out,
+        axis_sizes=sharding.axis_sizes,
+    )
+    problem = _inconsistent(site, sharding)
+    if problem:
+        return _refuse(site, Reason.ANALYSIS_FAILED, problem)
+    uneven = _uneven(site, sharding)
+    if uneven:
+        return _refuse(site, Reason.UNEVEN_SHARDS, uneven)
+    site = dataclasses.replace(site, collectives=_collectives(site, sharding))
+    return _judge(site, sharding)
+
+
+def _bare_site(dot: CapturedDot) -> EinsumSite:
+    lhs, rhs = (v.aval for v in dot.eqn.invars)
+    out = dot.eqn.outvars[0].aval
+    einsum = Einsum.from_dot_general(dot.eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    return EinsumSite(
+        index=dot.index,
+        einsum=einsum,
+        shapes=(lhs.shape, rhs.shape, out.shape),
+        dtypes=(lhs.dtype.name, rhs.dtype.name, out.dtype.name),
+        itemsizes=(lhs.dtype.itemsize, rhs.dtype.itemsize, out.dtype.itemsize),
+        location=dot.location,
+        scope=dot.scope,
+    )
+
+
+def _refuse(site: EinsumSite, reason: Reason, detail: str = "") -> EinsumSite:
+    return dataclasses.replace(site, refusal=reason, detail=detail)
+
+
+def _inconsistent(site: EinsumSite, sharding: DotSharding) -> str:
+    """Return what is wrong when the shardings do not make one local einsum, else ''."""
+    einsum = site.einsum
+    axes: dict[int, tuple[str, ...]] = {}
+    operands = ((einsum.lhs, site.lhs_spec), (einsum.rhs, site.rhs_spec))
+    for labels, spec in (*operands, (einsum.out, site.out_spec)):
+        for label, here in zip(labels, spec, strict=True):
+            if axes.setdefault(label, here) != here:
+                return f"one dimension is sharded over {axes[label]} and over {here}"
+    summed = [a for label in einsum.contracting for a in axes[label]]
+    if sorted(summed) != sorted(sharding.reduced):
+        return f"contracted over {summed} but reduced over {list(sharding.reduced)}"
+    return ""
+
+
+def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
+    sizes = dict(site.axis_sizes)
+    gathered_lhs, gathered_rhs = sharding.gathered
+    checks = (
+        ("lhs", site.shapes[0], _joined(site.lhs_spec, gathered_lhs)),
+        ("rhs", site.shapes[1], _joined(site.rhs_spec, gathered_rhs)),
+        ("result", site.shapes[2], _joined(site.out_spec, sharding.scattered)),
+    )
+    for name, shape, spec in checks:
+        if shard_shape(shape, spec, sizes) is None:
+            return f"{name} of shape {shape} over {_show(spec)}"
+    return ""
+
+
+def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, ...]:
+    sizes = dict(site.axis_sizes)
+    found = []
+    for operand, (spec, moved) in enumerate(
+        zip((site.lhs_spec, site.rhs_spec), sharding.gathered, strict=True)
+    ):
+        nbytes = _bytes(site, operand, spec, sizes)
+        for dim, axes in enumerate(moved):
+            if axes and math.prod(sizes[a] for a in axes) > 1:
+                found.append(Collective(ALL_GATHER, operand, dim, axes, nbytes))
+    nbytes = _bytes(site, 2, site.out_spec, sizes)
+    left = list(sharding.reduced)
+    for dim, axes in enumerate(sharding.scattered):
+        # What is sliced over axes that were not reduced follows the ring as a plain slice.
+        prefix = _reduced_prefix(axes, sharding.reduced)
+        if prefix and math.prod(sizes[a] for a in prefix) > 1:
+            found.append(Collective(REDUCE_SCATTER, None, dim, prefix, nbytes))
+            left = [a for a in left if a not in prefix]
+    if math.prod(sizes[a] for a in left) > 1:
+        found.append(Collective(ALL_REDUCE, None, -1, tuple(left), nbytes))
+    for where, kind in sharding.others:
+        found.append(Collective(kind, where, -1, (), 0))
+    return tuple(found)
+
+
+def _judge(site: EinsumSite, sharding: DotSharding) -> EinsumSite:
+    if site.loopable:
+        for name, dtype in zip(("lhs", "rhs", "result"), site.dtypes, strict=True):
+            if dtype in _SUB_BYTE:
+                return _refuse(site, Reason.UNSUPPORTED_DTYPE, f"{name} is {dtype}")
+        return site
+    if any(_mixed(axes, sharding.reduced) for axes in sharding.scattered):
+        return _refuse(site, Reason.MIXED_SLICE)
+    if sharding.shared:
+        return _refuse(site, Reason.SHARED_RESULT)
+    kinds = [c.kind for c in site.collectives]
+    for kind, reason in (
+        (ALL_REDUCE, Reason.ALL_REDUCE),
+        ("all-to-all", Reason.ALL_TO_ALL),
+        ("collective-permute", Reason.PERMUTE),
+    ):
+        if kind in kinds:
+            return _refuse(site, reason)
+    return _refuse(site, Reason.NO_COLLECTIVE)
+
+
+def _reduced_prefix(axes: tuple[str, ...], reduced: tuple[str, ...]) -> tuple[str, ...]:
+    n = 0
+    while n < len(axes) and axes[n] in reduced:
+        n += 1
+    # A reduced axis after one that is not reduced would have to be scattered in the wrong order.
+    return () if any(a in reduced for a in axes[n:]) else axes[:n]
+
+
+def _mixed(axes: tuple[str, ...], reduced: tuple[str, ...]) -> bool:
+    return any(a in reduced for a in axes) and not _reduced_prefix(axes, reduced)
+
+
+def _joined(spec: Spec, more: Spec) -> Spec:
+    return tuple((*a, *b) for a, b in zip(spec, more, strict=True))
+
+
+def _bytes(site: EinsumSite, which: int, spec: Spec, sizes: dict[str, int]) -> int:
+    local = shard_shape(site.shapes[which], spec, sizes)
+    assert local is not None  # _uneven came first
+    return math.prod(local) * site.itemsizes[which]
+
+
+def _show(spec: Any) -> str:
+    return "[" + ", ".join("+".join(axes) or "-" for axes in spec) + "]"

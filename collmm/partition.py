@@ -1,0 +1,300 @@
+"""Partition: ask Shardy how the program is sharded, and read off the collectives round each dot.
+
+No sharding propagation happens here. The numbered program is lowered to StableHLO with the
+arguments' shardings; Shardy's own passes propagate them, insert the reshards that the einsums
+need and turn those into collectives; then each numbered ``stablehlo.dot_general`` is looked up::
+
+    %0 = sdy.all_gather [{}, {"model"}, {}] %arg0      # -> Collective(all-gather, lhs, dim 1)
+    %1 = stablehlo.dot_general %0, %arg1 {collmm_site = "0"}
+    %2 = sdy.all_reduce {"data"} %1                    # with the slice: a reduce-scatter
+    %3 = sdy.all_slice [{"data"}, {}, {}] %2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir, passmanager
+
+from collmm import _jax
+from collmm.capture import SITE_KEY, Captured
+from collmm.errors import AnalysisError, Reason
+from collmm.sites import Spec
+
+# In the order in which the compiler itself runs them.
+_PASSES = (
+    "sdy-propagation-pipeline",
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
+    "func.func(sdy-reshard-to-collectives)",
+)
+_AXIS_LIST = re.compile(r"\{([^{}]*)\}")
+_AXIS = re.compile(r'"([^"]*)"(:\(\d+\)\d+)?')
+_SITE = re.compile(rf'{SITE_KEY} = "(\d+)"')
+# An sdy collective's own attribute that names, per dimension, the axes it moves.
+_MOVED_AXES = {
+    "sdy.all_gather": "gathering_axes",
+    "sdy.all_slice": "slicing_axes",
+    "sdy.reduce_scatter": "reduce_scatter_axes",
+}
+
+
+class _SubAxis(Exception):
+    """A sharding names a part of a mesh axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DotSharding:
+    """What Shardy decided for one dot, as read off the module.
+
+    Attributes:
+      lhs, rhs: shardings of the operands as the dot takes them.
+      out: sharding of the dot's result, before any reduction.
+      gathered: axes gathered per dimension of lhs and of rhs, just before the dot.
+      reduced: axes over which the result is summed.
+      scattered: axes by which the sum is then sliced, per dimension of the result.
+      shared: the sum is used in another way as well.
+      others: other collectives next to the dot: (operand or None, HLO kind).
+      axis_sizes: the mesh, in order.
+      refusal: a reason why the shardings could not be read.
+    """
+
+    lhs: Spec = ()
+    rhs: Spec = ()
+    out: Spec = ()
+    gathered: tuple[Spec, Spec] = ((), ())
+    reduced: tuple[str, ...] = ()
+    scattered: Spec = ()
+    shared: bool = False
+    others: tuple[tuple[int | None, str], ...] = ()
+    axis_sizes: tuple[tuple[str, int], ...] = ()
+    refusal: Reason | None = None
+
+
+def partition(
+    captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
+) -> dict[int, DotSharding]:
+    """Return what Shardy decided for each numbered dot that reached StableHLO.
+
+    Args:
+      captured: the numbered program.
+      in_shardings: a ``jax.sharding.Sharding`` or None (not specified) per flat argument.
+      out_shardings: the same per flat result.
+    """
+    module = _lower(captured, in_shardings, out_shardings)
+    with module.context:
+        for pipeline in _PASSES:
+            manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
+            manager.run(module.operation)
+    return _read_module(module)
+
+
+def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]) -> Any:
+    closed = captured.closed
+    args = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+        for aval, sharding in zip(closed.in_avals, in_shardings, strict=True)
+    ]
+
+    def numbered(*flat):
+        return tuple(_jax.eval_jaxpr(closed.jaxpr, closed.consts, *flat))
+
+    lowered = jax.jit(numbered, out_shardings=tuple(out_shardings), keep_unused=True).lower(*args)
+    return lowered.compiler_ir("stablehlo")
+
+
+def _read_module(module: Any) -> dict[int, DotSharding]:
+    meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+    dots: list[tuple[int, Any]] = []
+
+    def visit(op: Any) -> Any:
+        op = op.operation
+        if op.name == "sdy.mesh":
+            name = ir.StringAttr(op.attributes["sym_name"]).value
+            meshes[name] = _read_mesh(str(op.attributes["mesh"]))
+        elif op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
+            site = _SITE.search(str(op.attributes["mhlo.frontend_attributes"]))
+            if site:
+                dots.append((int(site[1]), op))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    found: dict[int, DotSharding] = {}
+    for number, op in dots:
+        try:
+            found[number] = _read_dot(op, meshes)
+        except _SubAxis:
+            found[number] = DotSharding(refusal=Reason.SUB_AXIS)
+    return found
+
+
+def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSharding:
+    reader = _Reader(meshes)
+    gathered: list[Spec] = []
+    others: list[tuple[int | None, str]] = []
+    specs: list[Spec] = []
+    for i, operand in enumerate(op.operands):
+        specs.append(reader.spec(operand))
+        producer = _producer(operand)
+        moved: Spec = ((),) * len(specs[-1])
+        if producer is not None and producer.name == "sdy.all_gather":
+            moved = reader.moved(producer)
+        elif producer is not None and producer.name in (
+            "sdy.all_to_all",
+            "sdy.collective_permute",
+        ):
+            others.append((i, producer.name[len("sdy.") :].replace("_", "-")))
+        gathered.append(moved)
+    out = reader.spec(op.results[0])
+    reduced, scattered, shared = _read_result(op.results[0], reader, len(out), others)
+    return DotSharding(
+        lhs=specs[0],
+        rhs=specs[1],
+        out=out,
+        gathered=(gathered[0], gathered[1]),
+        reduced=reduced,
+        scattered=scattered,
+        shared=shared,
+        others=tuple(others),
+        axis_sizes=reader.axis_sizes,
+    )
+
+
+def _read_result(
+    result: Any, reader: _Reader, ndim: int, others: list[tuple[int | None, str]]
+) -> tuple[tuple[str, ...], Spec, bool]:
+    """Return (reduced axes, axes scattered per dimension, whether the sum is shared)."""
+    nothing: Spec = ((),) * ndim
+    users = _users(result)
+    for user in users:
+        if user.name in ("sdy.all_to_all", "sdy.collective_permute", "sdy.all_gather"):
+            others.append((None, user.name[len("sdy.") :].replace("_", "-")))
+    if len(users) != 1:
+        return (), nothing, False
+    (user,) = users
+    if user.name == "sdy.reduce_scatter":
+        moved = reader.moved(user)
+        return tuple(a for axes in moved for a in axes), moved, False
+    if user.name != "sdy.all_reduce":
+        return (), nothing, False
+    (reduced,) = _axis_lists(str(user.attributes["reduction_axes"])) or ((),)
+    slices = _users(user.results[0])
+    if len(slices) == 1 and slices[0].name == "sdy.all_slice":
+        return reduced, reader.moved(slices[0]), False
+    return reduced, nothing, any(s.name == "sdy.all_slice" for s in slices)
+
+
+class _Reader:
+    """Reads shardings of MLIR values; remembers the mesh they are on."""
+
+    def __init__(self, meshes: dict[str, tuple[tuple[str, int], ...]]) -> None:
+        self._meshes = meshes
+        self.axis_sizes: tuple[tuple[str, int], ...] = ()
+
+    def moved(self, op: Any) -> Spec:
+        return _axis_lists(str(op.attributes[_MOVED_AXES[op.name]]))
+
+    def spec(self, value: Any) -> Spec:
+        """Return the sharding of ``value``; a value without one is whole on every device."""
+        ndim = ir.RankedTensorType(value.type).rank
+        attribute = _sharding_attribute(value)
+        if attribute is None:
+            return ((),) * ndim
+        self._remember_mesh(attribute)
+        # <@mesh, [{"x"}, {}], replicated={...}>: only the bracket speaks of dimensions.
+        body = attribute[attribute.index("[") :]
+        depth_end = body.index("]")
+        spec = _axis_lists(body[: depth_end + 1])
+        if len(spec) != ndim:
+            raise AnalysisError(f"sharding {attribute} does not fit a value of rank {ndim}")
+        return spec
+
+    def _remember_mesh(self, attribute: str) -> None:
+        name = re.match(r"(?:#sdy\.sharding)?<@([\w.]+|\"[^\"]+\")", attribute)
+        if name is None:
+            axis_sizes = _read_mesh(attribute)
+        else:
+            axis_sizes = self._meshes.get(name[1].strip('"'), ())
+        if axis_sizes and self.axis_sizes and axis_sizes != self.axis_sizes:
+            raise AnalysisError(f"one einsum on two meshes: {self.axis_sizes} and {axis_sizes}")
+        self.axis_sizes = self.axis_sizes or axis_sizes
+
+
+def _sharding_attribute(value: Any) -> str | None:
+    """Return the text of the sdy sharding of ``value``, or None."""
+    if isinstance(value, ir.BlockArgument):
+        parent = value.owner.owner.operation
+        index = value.arg_number
+        if parent.name == "func.func":
+            if "arg_attrs" not in parent.attributes:
+                return None
+            attributes = parent.attributes["arg_attrs"][index]
+            if "sdy.sharding" not in attributes:
+                return None
+            return str(attributes["sdy.sharding"])
+        if parent.name == "stablehlo.while":
+            return _per_value(parent, index)
+        raise AnalysisError(f"an operand is an argument of the region of {parent.name}")
+    op = value.owner.operation
+    if "out_sharding" in op.attributes:
+        return str(op.attributes["out_sharding"])
+    return _per_value(op, value.result_number)
+
+
+def _per_value(op: Any, index: int) -> str | None:
+    if "sdy.sharding" not in op.attributes:
+        return None
+    text = str(op.attributes["sdy.sharding"])
+    if "sharding_per_value" not in text:
+        return text
+    # #sdy.sharding_per_value<[<@mesh, [{"x"}, {}]>, <@mesh, [{}]>]>
+    inner = text[text.index("<[") + 2 : text.rindex("]>")]
+    return _split_shardings(inner)[index]
+
+
+def _split_shardings(text: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        if c == "<":
+            if depth == 0:
+                start = i
+            depth += 1
+        elif c == ">":
+            depth -= 1
+            if depth == 0:
+                parts.append(text[start : i + 1])
+    return parts
+
+
+def _axis_lists(text: str) -> Spec:
+    """Read ``[{}, {"x", "y"}]`` as ``((), ("x", "y"))``; sub-axes are refused."""
+    lists = []
+    for group in _AXIS_LIST.findall(text):
+        axes = _AXIS.findall(group)
+        if any(sub for _, sub in axes):
+            raise _SubAxis
+        lists.append(tuple(name for name, _ in axes))
+    if not lists and '"' in text:  # a flat list of axes, as a reduction has
+        axes = _AXIS.findall(text)
+        if any(sub for _, sub in axes):
+            raise _SubAxis
+        lists.append(tuple(name for name, _ in axes))
+    return tuple(lists)
+
+
+def _read_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    return tuple((name, int(size)) for name, size in re.findall(r'"([^"]+)"=(\d+)', text))
+
+
+def _producer(value: Any) -> Any:
+    """Return the operation that makes ``value``, or None for a block argument."""
+    if isinstance(value, ir.BlockArgument):
+        return None
+    return value.owner.operation
+
+
+def _users(value: Any) -> list[Any]:
+    return [use.owner.operation for use in value.uses]

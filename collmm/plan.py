@@ -1,0 +1,120 @@
+"""Plan: for every einsum site a schedule, or the reason why it is left alone.
+
+Pure: planning works on shapes and names, without devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from collmm import report
+from collmm.cost.figures import Chip
+from collmm.cost.rule import Estimate, estimate
+from collmm.errors import Reason
+from collmm.options import Options
+from collmm.schedule import Schedule, default_schedule
+from collmm.sites import Collective, EinsumSite
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens to one site.
+
+    Attributes:
+      site: the site.
+      collective: the collective that is looped, or would have been; None when there is none.
+      schedule: how; None when the site is left alone.
+      reason: why it is left alone; None when it is rewritten.
+      estimate: the predicted times behind the decision, where a loop exists.
+      detail: more about the reason, in words.
+    """
+
+    site: EinsumSite
+    collective: Collective | None = None
+    schedule: Schedule | None = None
+    reason: Reason | None = None
+    estimate: Estimate | None = None
+    detail: str = ""
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether the site becomes a loop."""
+        return self.schedule is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The decisions of one program, in program order; ``print`` shows them as a table.
+
+    Attributes:
+      decisions: one per ``dot_general``.
+      policy: the policy they were made under.
+      chip: the hardware row they were made for.
+      note: one line about the hardware row, or empty.
+      program: name of the function.
+    """
+
+    decisions: tuple[Decision, ...]
+    policy: str
+    chip: str
+    note: str = ""
+    program: str = ""
+
+    @property
+    def rewritten(self) -> tuple[Decision, ...]:
+        """The decisions that make a loop."""
+        return tuple(d for d in self.decisions if d.rewritten)
+
+    def __str__(self) -> str:
+        return report.plan_table(self)
+
+    def to_json(self) -> dict:
+        """Return the plan as plain dicts, lists, numbers and strings."""
+        return report.plan_json(self)
+
+
+def make_plan(
+    sites: Sequence[EinsumSite], options: Options, chip: Chip, *, note: str = "", program: str = ""
+) -> Plan:
+    """Decide every site on ``chip`` under ``options``."""
+    decisions = tuple(decide(site, options, chip) for site in sites)
+    return Plan(decisions, options.policy, chip.name, note, program)
+
+
+def decide(site: EinsumSite, options: Options, chip: Chip) -> Decision:
+    """Decide one site."""
+    if site.refusal is not None:
+        return Decision(site, reason=site.refusal, detail=site.detail)
+    collective, schedule, figures = _choose(site, chip)
+    if options.policy == "never":
+        return Decision(site, collective, reason=Reason.POLICY_NEVER, estimate=figures)
+    if options.policy == "auto" and not figures.pays:
+        detail = (
+            f"predicted {_us(figures.after_s)} as a loop, {_us(figures.before_s)} as it is "
+            f"(einsum {_us(figures.einsum_s)}, {collective.kind} {_us(figures.collective_s)})"
+        )
+        return Decision(site, collective, None, Reason.NOT_WORTH, figures, detail)
+    return Decision(site, collective, schedule, estimate=figures)
+
+
+def _choose(site: EinsumSite, chip: Chip) -> tuple[Collective, Schedule, Estimate]:
+    """Pick which collective of the site to loop.
+
+    The published choice between two: if the einsum takes less than either, the one with fewer
+    bytes per step; otherwise the one that takes longer.
+    """
+    options = []
+    for collective in site.loopable:
+        schedule = default_schedule(
+            collective.axes, site.ring_size(collective), rolled=chip.kind == "gpu"
+        )
+        options.append((collective, schedule, estimate(site, collective, schedule, chip)))
+    if all(e.einsum_s < e.collective_s for _, _, e in options):
+        return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
+    return max(options, key=lambda o: o[2].collective_s)
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
+

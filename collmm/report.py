@@ -1,0 +1,146 @@
+"""Plans as text and as JSON. Pure: nothing of jax is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collmm.plan import Decision, Plan
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return left-aligned columns under ``headers``."""
+    widths = [
+        max(len(headers[i]), *(len(row[i]) for row in rows)) if rows else len(headers[i])
+        for i in range(len(headers))
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+
+    return "\n".join([line(headers), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def human_bytes(count: float) -> str:
+    """Return a byte count with a binary unit, e.g. ``32.0 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def seconds(value: float) -> str:
+    """Return a duration in the unit that suits it."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def plan_table(plan: Plan) -> str:
+    """Return the plan as a table, one line per einsum, and a summary line."""
+    headers = ("site", "where", "einsum", "collective", "ring", "bytes", "decision")
+    rows = [
+        (
+            str(d.site.index),
+            _where(d),
+            d.site.einsum.equation(),
+            _collectives(d),
+            _ring(d),
+            human_bytes(d.collective.bytes) if d.collective else "-",
+            _decision(d),
+        )
+        for d in plan.decisions
+    ]
+    name = f" of {plan.program}" if plan.program else ""
+    summary = (
+        f"{len(plan.rewritten)} of {len(plan.decisions)} einsums{name} rewritten "
+        f"(policy {plan.policy}; times are predicted, for {plan.chip})"
+    )
+    notes = [f"note: {plan.note}"] if plan.note else []
+    return "\n".join([table(headers, rows), summary, *notes])
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain dicts, lists, numbers and strings."""
+    return {
+        "program": plan.program,
+        "policy": plan.policy,
+        "chip": plan.chip,
+        "note": plan.note,
+        "rewritten": len(plan.rewritten),
+        "sites": [_decision_json(d) for d in plan.decisions],
+    }
+
+
+def _where(d: Decision) -> str:
+    location = d.site.location
+    return f"{os.path.basename(location.file)}:{location.line}"
+
+
+def _collectives(d: Decision) -> str:
+    return ", ".join(c.describe() for c in d.site.collectives) or "-"
+
+
+def _ring(d: Decision) -> str:
+    if d.collective is None:
+        return "-"
+    return f"{','.join(d.collective.axes)} x{d.site.ring_size(d.collective)}"
+
+
+def _decision(d: Decision) -> str:
+    if d.schedule is not None:
+        assert d.collective is not None
+        assert d.estimate is not None
+        times = f"{seconds(d.estimate.before_s)} -> {seconds(d.estimate.after_s)}"
+        return f"rewrite {d.collective.kind}: {d.schedule.describe()}, {times}"
+    assert d.reason is not None
+    return f"leave: {d.reason.code}" + (f" ({d.detail})" if d.detail else "")
+
+
+def _decision_json(d: Decision) -> dict[str, Any]:
+    site, e = d.site, d.estimate
+    return {
+        "site": site.index,
+        "file": site.location.file,
+        "line": site.location.line,
+        "function": site.location.function,
+        "name_stack": site.location.name_stack,
+        "scope": list(site.scope),
+        "einsum": site.einsum.equation(),
+        "shapes": [list(s) for s in site.shapes],
+        "dtypes": list(site.dtypes),
+        "lhs_spec": [list(a) for a in site.lhs_spec],
+        "rhs_spec": [list(a) for a in site.rhs_spec],
+        "out_spec": [list(a) for a in site.out_spec],
+        "collectives": [
+            {
+                "kind": c.kind,
+                "operand": c.operand,
+                "dim": c.dim,
+                "axes": list(c.axes),
+                "bytes": c.bytes,
+            }
+            for c in site.collectives
+        ],
+        "decision": "rewrite" if d.rewritten else "leave",
+        "looped": d.collective.describe() if d.collective is not None else None,
+        "schedule": d.schedule.describe() if d.schedule is not None else None,
+        "reason": d.reason.code if d.reason is not None else None,
+        "meaning": d.reason.meaning if d.reason is not None else None,
+        "detail": d.detail,
+        "predicted": None
+        if e is None
+        else {
+            "einsum_s": e.einsum_s,
+            "collective_s": e.collective_s,
+            "slowdown": e.slowdown,
+            "extra_s": e.extra_s,
+            "before_s": e.before_s,
+            "after_s": e.after_s,
+            "note": e.note,
+        },
+    }

@@ -1,0 +1,187 @@
+"""Rewrite: a numbered program and a plan to a program whose chosen dots are our primitives.
+
+Before (``n`` is sharded over ``model`` on dimension 1)::
+
+    g = sharding_constraint[P("data", None, None)] n       # the gather, as the user wrote it
+    y = dot_general[collmm_site=0] g w
+
+after::
+
+    y = all_gather_einsum[dim=1 schedule=two-way x4] n w   # g is dead, unless something needs it
+
+A dot that the plan leaves alone gets back exactly what it was. Equations keep their place, source
+line and name stack. Refuses (``AnalysisError``) when a rewritten equation would have another type
+than the one it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from collmm import _jax
+from collmm.capture import Captured, site_of
+from collmm.errors import AnalysisError
+from collmm.loops import Consumer, PartialEinsum
+from collmm.plan import Decision, Plan
+from collmm.primitives import (
+    GatherUse,
+    ScatterTerm,
+    all_gather_einsum_p,
+    einsum_reduce_scatter_p,
+)
+from collmm.sites import ALL_GATHER, Spec
+
+MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
+
+
+def rewrite(captured: Captured, plan: Plan, meshes: MeshOf) -> Any:
+    """Return the closed jaxpr of ``captured`` with the plan carried out.
+
+    Args:
+      captured: the numbered program.
+      plan: one decision per number.
+      meshes: the ``jax.sharding.Mesh`` for each ``axis_sizes`` that a site names.
+    """
+    walker = _Rewriter(captured, plan, meshes)
+    jaxpr = walker.walk(captured.closed.jaxpr)
+    return _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
+
+
+class _Rewriter:
+    """One walk over a numbered program."""
+
+    def __init__(self, captured: Captured, plan: Plan, meshes: MeshOf) -> None:
+        self._captured = captured
+        self._plan = plan
+        self._meshes = meshes
+
+    def walk(self, jaxpr: Any) -> Any:
+        producers: dict[Any, Any] = {}
+        eqns = []
+        for eqn in jaxpr.eqns:
+            eqn = self._visit(eqn, producers)
+            producers.update((v, eqn) for v in eqn.outvars)
+            eqns.append(eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    def _visit(self, eqn: Any, producers: dict[Any, Any]) -> Any:
+        number = site_of(eqn)
+        if number is not None:
+            decision = self._plan.decisions[number]
+            if decision.rewritten:
+                return self._rewrite_one(eqn, decision, producers)
+            return eqn.replace(ctx=self._captured.dots[number].eqn.ctx)
+        new = {
+            (key, index): self.walk(_jax.open_jaxpr(sub))
+            for key, index, sub in _jax.jaxprs_in(eqn)
+            if _has_number(_jax.open_jaxpr(sub))
+        }
+        return _jax.with_jaxprs(eqn, new) if new else eqn
+
+    def _rewrite_one(self, eqn: Any, decision: Decision, producers: dict[Any, Any]) -> Any:
+        site = decision.site
+        eqn = eqn.replace(ctx=self._captured.dots[site.index].eqn.ctx)
+        mesh = self._meshes[site.axis_sizes]
+        assert decision.collective is not None
+        if decision.collective.kind == ALL_GATHER:
+            new = _gather_eqn(eqn, decision, mesh, producers)
+        else:
+            new = _scatter_eqn(eqn, decision, mesh)
+        _check_type(eqn, new)
+        return new
+
+
+def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:
+    site, collective = decision.site, decision.collective
+    assert collective is not None
+    side, dim = collective.operand, collective.dim
+    assert side is not None
+    specs = [site.lhs_spec, site.rhs_spec]
+    gathered_spec = _appended(specs[side], dim, collective.axes)
+    gathered = _before_gather(eqn.invars[side], gathered_spec, producers)
+    use = GatherUse(Consumer(_partial(eqn, site), side), specs[1 - side], _result_spec(decision))
+    params = {
+        "uses": (use,),
+        "gathered_spec": gathered_spec,
+        "dim": dim,
+        "schedule": decision.schedule,
+        "mesh": mesh,
+    }
+    return _jax.primitive_eqn(
+        eqn, all_gather_einsum_p, [gathered, eqn.invars[1 - side]], eqn.outvars, params
+    )
+
+
+def _scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
+    site, collective = decision.site, decision.collective
+    assert collective is not None
+    params = {
+        "terms": (ScatterTerm(_partial(eqn, site), site.lhs_spec, site.rhs_spec),),
+        "out_spec": _result_spec(decision),
+        "dim": collective.dim,
+        "schedule": decision.schedule,
+        "mesh": mesh,
+    }
+    return _jax.primitive_eqn(eqn, einsum_reduce_scatter_p, eqn.invars, eqn.outvars, params)
+
+
+def _partial(eqn: Any, site: Any) -> PartialEinsum:
+    p = eqn.params
+    return PartialEinsum(
+        site.einsum, p["precision"], p["preferred_element_type"], eqn.outvars[0].aval.dtype
+    )
+
+
+def _result_spec(decision: Decision) -> Spec:
+    """Return the sharding of the result after every reduce-scatter next to the einsum."""
+    spec = decision.site.out_spec
+    for c in decision.site.loopable:
+        if c.kind != ALL_GATHER:
+            spec = _appended(spec, c.dim, c.axes)
+    return spec
+
+
+def _appended(spec: Spec, dim: int, axes: tuple[str, ...]) -> Spec:
+    return (*spec[:dim], (*spec[dim], *axes), *spec[dim + 1 :])
+
+
+def _before_gather(atom: Any, spec: Spec, producers: dict[Any, Any]) -> Any:
+    """Return the value that the gather starts from: look through constraints that gather.
+
+    A ``with_sharding_constraint`` to the gathered sharding is the gather itself, as a user writes
+    it; one to ``spec`` is where the ring starts.
+    """
+    while True:
+        producer = None if isinstance(atom, _jax.Literal) else producers.get(atom)
+        if producer is None or not _jax.is_resharding(producer):
+            return atom
+        if _jax.resharding_spec(producer) == _trimmed(spec):
+            return atom
+        atom = producer.invars[0]
+
+
+def _trimmed(spec: Spec) -> Spec:
+    """Return ``spec`` without trailing whole dimensions, as constraints are compared."""
+    n = len(spec)
+    while n and not spec[n - 1]:
+        n -= 1
+    return spec[:n]
+
+
+def _has_number(jaxpr: Any) -> bool:
+    return any(
+        site_of(eqn) is not None
+        or any(_has_number(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _check_type(old: Any, new: Any) -> None:
+    """Raise unless the new equation's results have the types of the old one's."""
+    avals = _jax.result_types(new)
+    for var, aval in zip(old.outvars, avals, strict=True):
+        want = var.aval
+        same = (want.shape, want.dtype) == (aval.shape, aval.dtype)
+        if not same or _jax.typed_sharding(want) != _jax.typed_sharding(aval):
+            raise AnalysisError(f"rewriting {old.primitive} would change {want} into {aval}")

@@ -1,0 +1,111 @@
+"""Who holds which shard at which step of a ring, and the permutations between the steps.
+
+Pure: imports nothing of jax. ``n`` positions form a ring; ``p`` is a device's own position and
+``i`` a step, both from 0. A *chain* is one thing that travels round the ring, a shard or an
+accumulator, always the same way: +1 sends from s to s+1 (mod n), -1 to s-1.
+
+Every function below gives an *offset*; the shard meant is ``(p + offset) mod n``. Offsets are
+never negative and at most n, so that ``p + offset`` needs one unsigned remainder and works for a
+traced ``p`` or ``i`` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def permutation(n: int, shift: int) -> Pairs:
+    """The pairs ``(source, destination)`` that move everything ``shift`` positions on."""
+    return tuple((s, (s + shift) % n) for s in range(n))
+
+
+def relabelled(
+    pairs: Pairs, axes: Sequence[str], order: Sequence[str], sizes: Mapping[str, int]
+) -> Pairs:
+    """Pairs of positions over ``axes``, as positions over the same axes in another ``order``.
+
+    A position is the index flattened over the axes named, major to minor.
+    """
+    positions = np.arange(np.prod([sizes[axis] for axis in order], dtype=int))
+    grid = positions.reshape([sizes[axis] for axis in order])
+    there = grid.transpose([list(order).index(axis) for axis in axes]).ravel()
+    return tuple((int(there[s]), int(there[d])) for s, d in pairs)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One thing that travels: ``sends`` permutes of ``shift`` (+1 or -1) on a ring of ``n``."""
+
+    n: int
+    shift: int
+    sends: int
+
+    @property
+    def permutation(self) -> Pairs:
+        """The pairs ``(source, destination)`` of one send."""
+        return permutation(self.n, self.shift)
+
+    def gathered_offset(self, i: Any) -> Any:
+        """Gather: the shard that is here after ``i`` sends.
+
+        What moved ``shift`` a step came from ``p - shift * i``.
+        """
+        return i if self.shift < 0 else self.n - i
+
+    def scattered_offset(self, i: Any) -> Any:
+        """Reduce-scatter: the block to add to the accumulator that is here after ``i`` sends.
+
+        Its ``n - 1 - i`` sends to come end at ``p + shift * (n - 1 - i)``, the block's owner.
+        """
+        return 1 + i if self.shift < 0 else self.n - 1 - i
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of the scattered block, ``[start, start + size)``, and the chain that sums it."""
+
+    chain: Chain
+    start: int
+    size: int
+
+
+def gather_chains(n: int, two_way: bool) -> tuple[Chain, ...]:
+    """The chains of a gather: n - 1 sends in all, each bringing one whole shard.
+
+    One-way, the shard travels -1 for n - 1 steps. Two-way, whole shards travel both ways:
+    ``n // 2`` sends of -1 and ``(n - 1) // 2`` of +1, so that any n works, odd ones too; on an
+    even ring the farthest shard comes one way only. A chain without sends is left out.
+    """
+    chains = (
+        (Chain(n, -1, n // 2), Chain(n, +1, (n - 1) // 2)) if two_way else (Chain(n, -1, n - 1),)
+    )
+    return tuple(chain for chain in chains if chain.sends)
+
+
+def scatter_parts(n: int, two_way: bool, block: int) -> tuple[Part, ...]:
+    """The parts of a reduce-scatter of blocks of size ``block``; every chain has n - 1 sends.
+
+    One-way, one accumulator travels -1. Two-way, the block is cut in two halves, the first the
+    larger if ``block`` is odd: the first half's accumulator travels +1, the second's -1. A block
+    that can't be cut goes one-way.
+    """
+    if not two_way or block < 2:
+        return (Part(Chain(n, -1, n - 1), 0, block),)
+    half = (block + 1) // 2
+    return (
+        Part(Chain(n, +1, n - 1), 0, half),
+        Part(Chain(n, -1, n - 1), half, block - half),
+    )
+
+
+def permute_count(n: int, two_way: bool, block: int | None = None) -> int:
+    """Sends of one ring, rolled or not: of a gather, or of a reduce-scatter of ``block``."""
+    if block is None:
+        return sum(chain.sends for chain in gather_chains(n, two_way))
+    return sum(part.chain.sends for part in scatter_parts(n, two_way, block))

@@ -1,0 +1,74 @@
+"""How one ring is run: its axes and length, its direction, and the shape of its loop.
+
+Pure: imports nothing of jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collmm.errors import OptionError
+
+MAX_UNROLLED_RING = 8
+"""Longer rings are rolled by default, so that compile time does not grow with the ring."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of one ring of permutes and the partial einsums between them.
+
+    ``axes``: the mesh axes of the ring, major to minor; a device's position on the ring is its
+    flattened index over these axes. ``ring_size``: the number of positions. ``two_way``: shards
+    travel both ways round the ring at once. ``unroll``: False gives a loop whose program does not
+    grow with the ring. ``barrier``: an optimization barrier keeps each partial einsum of a
+    reduce-scatter apart from the accumulator that arrived while it ran.
+
+    Raises ``OptionError`` for a value that is not allowed.
+    """
+
+    axes: tuple[str, ...]
+    ring_size: int
+    two_way: bool
+    unroll: bool
+    barrier: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axes, tuple) or not self.axes:
+            raise OptionError(
+                f"Schedule axes must be a non-empty tuple of mesh axis names, got {self.axes!r}"
+            )
+        for axis in self.axes:
+            if not isinstance(axis, str):
+                raise OptionError(f"Schedule axes must be strings, got {axis!r} in {self.axes!r}")
+        if len(set(self.axes)) != len(self.axes):
+            raise OptionError(f"Schedule axes {self.axes!r} name an axis twice; name each once")
+        if (
+            not isinstance(self.ring_size, int)
+            or isinstance(self.ring_size, bool)
+            or self.ring_size < 1
+        ):
+            raise OptionError(f"Schedule ring_size must be an int >= 1, got {self.ring_size!r}")
+        for name in ("two_way", "unroll", "barrier"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OptionError(f"Schedule {name} must be True or False, got {value!r}")
+
+    def describe(self) -> str:
+        """Short text for tables, such as ``"two-way x4 unrolled"``."""
+        direction = "two-way" if self.two_way else "one-way"
+        return f"{direction} x{self.ring_size} {'unrolled' if self.unroll else 'rolled'}"
+
+
+def default_schedule(axes: Sequence[str], ring_size: int, *, rolled: bool = False) -> Schedule:
+    """The schedule used where nothing better is known.
+
+    Two-way when the ring has more than two positions (on two, both ways are the same pair of
+    links); unrolled up to ``MAX_UNROLLED_RING`` positions unless ``rolled``.
+    """
+    return Schedule(
+        axes=tuple(axes),
+        ring_size=ring_size,
+        two_way=ring_size > 2,
+        unroll=not rolled and ring_size <= MAX_UNROLLED_RING,
+    )

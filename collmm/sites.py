@@ -1,0 +1,131 @@
+"""What the analysis found: einsum sites and the collectives that stand next to them.
+
+Pure dataclasses on names and numbers; nothing of jax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from collmm.einsum import Einsum
+from collmm.errors import Reason
+
+# The mesh axes that shard each dimension of a value, major to minor; () is a whole dimension.
+Spec = tuple[tuple[str, ...], ...]
+
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_REDUCE = "all-reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where the user wrote the einsum."""
+
+    file: str = "?"
+    line: int = 0
+    function: str = ""
+    name_stack: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective next to an einsum.
+
+    Attributes:
+      kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, or another kind's HLO name.
+      operand: 0 (lhs) or 1 (rhs) for a collective on an operand, None for one on the result.
+      dim: the dimension of that operand, or of the result, that is gathered or scattered; -1 if
+        the kind has none.
+      axes: the mesh axes it runs over, major to minor.
+      bytes: bytes per device of the whole (gathered, or not yet scattered) value.
+    """
+
+    kind: str
+    operand: int | None
+    dim: int
+    axes: tuple[str, ...]
+    bytes: int
+
+    def describe(self) -> str:
+        """Return e.g. ``all-gather lhs[1] over model``."""
+        where = "result" if self.operand is None else ("lhs", "rhs")[self.operand]
+        dim = f"[{self.dim}]" if self.dim >= 0 else ""
+        return f"{self.kind} {where}{dim} over {','.join(self.axes)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumSite:
+    """A ``dot_general`` of the program with its shardings and collectives.
+
+    Attributes:
+      index: number of the dot_general in program order, from 0.
+      einsum: the labelled contraction.
+      shapes: global shapes of lhs, rhs and result.
+      dtypes: names of their element types, lhs, rhs, result.
+      itemsizes: bytes per element of the same three.
+      lhs_spec, rhs_spec: shardings as the einsum itself sees them: after every gather.
+      out_spec: sharding of the result before any reduction is scattered.
+      collectives: the collectives next to it; those that a loop can take first.
+      location: the user's line.
+      axis_sizes: size of every axis of the mesh, in mesh order.
+      mesh_key: identifies the mesh among those of the program, None without one.
+      scope: the enclosing control flow, outermost first, e.g. ``("scan", "checkpoint")``.
+      refusal: why no loop can take it, None when at least one can.
+      detail: more about the refusal, in words.
+    """
+
+    index: int
+    einsum: Einsum
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str, str]
+    itemsizes: tuple[int, int, int]
+    lhs_spec: Spec = ()
+    rhs_spec: Spec = ()
+    out_spec: Spec = ()
+    collectives: tuple[Collective, ...] = ()
+    location: Location = Location()
+    axis_sizes: tuple[tuple[str, int], ...] = ()
+    mesh_key: int | None = None
+    scope: tuple[str, ...] = ()
+    refusal: Reason | None = None
+    detail: str = ""
+
+    @property
+    def loopable(self) -> tuple[Collective, ...]:
+        """The collectives that a ring can replace."""
+        return tuple(c for c in self.collectives if c.kind in (ALL_GATHER, REDUCE_SCATTER))
+
+    def ring_size(self, collective: Collective) -> int:
+        """Number of devices on the ring of ``collective``."""
+        sizes = dict(self.axis_sizes)
+        return math.prod(sizes[a] for a in collective.axes)
+
+    def device_flops(self) -> int:
+        """Floating-point operations one device spends on the undecomposed einsum."""
+        sizes = dict(self.axis_sizes)
+        shards: dict[int, int] = {}
+        for labels, spec in ((self.einsum.lhs, self.lhs_spec), (self.einsum.rhs, self.rhs_spec)):
+            for label, axes in zip(labels, spec, strict=True):
+                shards[label] = math.prod(sizes[a] for a in axes)
+        total = self.einsum.flops(self.shapes[0], self.shapes[1])
+        # Multiplying a complex number costs four real multiply-adds.
+        complex_factor = 4 if self.dtypes[2].startswith("complex") else 1
+        return complex_factor * total // math.prod(shards.values())
+
+
+def shard_shape(
+    shape: tuple[int, ...], spec: Spec, axis_sizes: dict[str, int]
+) -> tuple[int, ...] | None:
+    """Shape of one device's shard, or None when a dimension does not divide."""
+    out = []
+    for size, axes in zip(shape, spec, strict=True):
+        n = math.prod(axis_sizes[a] for a in axes)
+        if size % n:
+            return None
+        out.append(size // n)
+    return tuple(out)
