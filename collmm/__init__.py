@@ -1,1 +1,33 @@
 """Overlap collectives with the einsums that need them, in JAX."""
+
+from collmm.api import AnalysisWarning, OverlappedFunction, no_overlap, overlap_collectives
+from collmm.errors import (
+    AnalysisError,
+    CollmmError,
+    HloError,
+    OptionError,
+    ProgramError,
+    Reason,
+    TargetError,
+)
+from collmm.options import Options
+from collmm.plan import Decision, Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnalysisError",
+    "AnalysisWarning",
+    "CollmmError",
+    "Decision",
+    "HloError",
+    "OptionError",
+    "Options",
+    "OverlappedFunction",
+    "Plan",
+    "ProgramError",
+    "Reason",
+    "TargetError",
+    "no_overlap",
+    "overlap_collectives",
+]

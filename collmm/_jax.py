@@ -6,20 +6,23 @@ the MLIR passes and the C++ dispatch path through these names.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
+from jax._src import tree_util as _tree_util
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax as _xla
 from jax.experimental.xla_metadata import set_xla_metadata
 
 Jaxpr = _core.Jaxpr
@@ -265,3 +268,313 @@ def typed_sharding(aval: Any) -> Any:
     if mesh.empty or not mesh._any_axis_explicit:
         return None
     return aval.sharding.spec
+
+
+# --- calling ---
+
+
+def at_top_level() -> bool:
+    """Whether no transformation is tracing the caller."""
+    clean = getattr(_core, "trace_state_clean", None)
+    return clean() if clean is not None else _core.trace_ctx.is_top_level()
+
+
+def fast_dispatch(jitted: Any, on_miss: Callable) -> Callable:
+    """Return jax's own C++ dispatcher with the signature of ``jitted`` and another slow path.
+
+    The dispatcher keys on the tree, types, shardings and static values of the arguments and on
+    jax's configuration. On a new key it calls ``on_miss(*args, **kwargs)``, which returns what
+    ``miss`` returns; later calls with that key never leave C++.
+    """
+    info = jitted._jit_info
+    return _xla.pjit(
+        _jit_name(jitted),
+        jitted._fun,
+        on_miss,
+        info.static_argnums,
+        info.static_argnames,
+        _pxla.JitGlobalCppCacheKeys(),
+        _tree_util.dispatch_registry,
+        _pxla.cc_shard_arg,
+        _xla.PjitFunctionCache(),
+    )
+
+
+def _jit_name(jitted: Any) -> str:
+    return getattr(jitted._fun, "__name__", "fn")
+
+
+def miss(jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Any, bool]:
+    """Call ``jitted`` by its slow path: (results, what the dispatcher remembers, rebuild)."""
+    return jitted._cache_miss(*args, **kwargs)
+
+
+def is_jitted(fn: Any) -> bool:
+    """Whether ``fn`` is the result of ``jax.jit``."""
+    return hasattr(fn, "_jit_info") and hasattr(fn, "_cache_miss") and hasattr(fn, "trace")
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """What a traced jit says of itself, per flat argument and result; None is unspecified."""
+
+    name: str
+    in_shardings: tuple[Any, ...]
+    out_shardings: tuple[Any, ...]
+    in_formats: tuple[Any, ...]
+    out_formats: tuple[Any, ...]
+    donated: tuple[bool, ...]
+    compiler_options: dict[str, Any]
+    keep_unused: bool
+    inline: bool
+
+
+def call_options(traced: Any) -> CallOptions:
+    """Return the options of a ``jax.stages.Traced``."""
+    p = traced._params
+
+    def given(shardings):
+        return tuple(None if is_unspecified(s) else s for s in shardings)
+
+    return CallOptions(
+        name=p["name"],
+        in_shardings=given(p["in_shardings"]),
+        out_shardings=given(p["out_shardings"]),
+        in_formats=tuple(p["in_layouts"]),
+        out_formats=tuple(p["out_layouts"]),
+        donated=tuple(p["donated_invars"]),
+        compiler_options=dict(p["compiler_options_kvs"]),
+        keep_unused=p["keep_unused"],
+        inline=bool(p["inline"]),
+    )
+
+
+def dynamic_args(jitted: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments without those that ``jitted`` declares static."""
+    info = jitted._jit_info
+    static = {n % len(args) if n < 0 else n for n in info.static_argnums if -len(args) <= n}
+    return (
+        tuple(a for i, a in enumerate(args) if i not in static),
+        {k: v for k, v in kwargs.items() if k not in info.static_argnames},
+    )
+
+
+def argument_sharding(leaf: Any) -> Any:
+    """Return the sharding that an argument insists on, or None."""
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, _core.Tracer):
+        return leaf.sharding if leaf._committed else None
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding
+    return None
+
+
+def context_mesh() -> Any:
+    """Return the mesh of ``jax.set_mesh`` or ``with mesh:``, None without one."""
+    mesh = _mesh.get_concrete_mesh()
+    if mesh is None or mesh.empty:
+        mesh = _mesh.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def constraint_shardings(closed: ClosedJaxpr) -> list[Any]:
+    """Return the shardings of every constraint in a program, and the meshes of its shard_maps."""
+    found: list[Any] = []
+
+    def walk(jaxpr: Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                found.append(eqn.params["sharding"])
+            elif is_call(eqn):
+                found.extend(eqn.params["in_shardings"])
+            elif eqn.primitive.name == "shard_map":
+                found.append(_MeshOnly(eqn.params["mesh"]))
+            for _, _, sub in jaxprs_in(eqn):
+                walk(open_jaxpr(sub))
+
+    walk(closed.jaxpr)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeshOnly:
+    mesh: Any
+
+
+# --- a call that is planned late ---
+
+
+def constrain(x: Any, sharding: Any) -> Any:
+    """Return ``x`` with a sharding constraint."""
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def bind_call(primitive: Any, closed: ClosedJaxpr, operands: Sequence[Any], **params) -> list[Any]:
+    """Bind a call primitive on a program; constants, which may be tracers, become operands."""
+    jaxpr = _pe.convert_constvars_jaxpr(closed.jaxpr) if closed.consts else closed.jaxpr
+    return primitive.bind(*closed.consts, *operands, jaxpr=_closed(jaxpr), **params)
+
+
+def _closed(jaxpr: Jaxpr) -> ClosedJaxpr:
+    return ClosedJaxpr(jaxpr, ())
+
+
+def _traced_call(fn: Callable, operands: Sequence[Any]) -> ClosedJaxpr:
+    """Trace ``fn`` of flat operands, which may be tracers or types, to a closed jaxpr."""
+    return jax.make_jaxpr(lambda *xs: tuple(fn(*xs)))(*operands)
+
+
+def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
+    """Make a call primitive with parameters ``jaxpr``, ``name`` and ``options``.
+
+    ``plan(closed, in_shardings, name, options, mesh)`` returns the program that runs in its place;
+    ``surroundings(ctx, operands, avals)`` the operands' shardings and the mesh while lowering.
+    Every transform is that of the program itself, traced again and bound as a call again.
+    """
+    primitive = _core.Primitive(name)
+    primitive.multiple_results = True
+
+    def bind(closed, operands, **params):
+        return bind_call(primitive, closed, operands, **params)
+
+    def abstract(*avals, jaxpr, **_):
+        return jaxpr.out_avals, _core.positional_effects(jaxpr) if hasattr(
+            _core, "positional_effects"
+        ) else jaxpr.effects
+
+    def as_function(jaxpr):
+        return functools.partial(eval_jaxpr, jaxpr.jaxpr, jaxpr.consts)
+
+    def jvp(primals, tangents, *, jaxpr, **params):
+        moving = [type(t) is not Zero for t in tangents]
+        f = as_function(jaxpr)
+        floating = [_has_tangent(aval) for aval in jaxpr.out_avals]
+
+        def jvp_fun(*flat):
+            xs, ts = flat[: len(primals)], flat[len(primals) :]
+
+            def of_moving(*ms):
+                it = iter(ms)
+                return f(*(next(it) if m else x for x, m in zip(xs, moving, strict=True)))
+
+            outs, dots = jax.jvp(of_moving, [x for x, m in zip(xs, moving) if m], list(ts))
+            return [*outs, *(d for d, fl in zip(dots, floating, strict=True) if fl)]
+
+        nonzero = [t for t, m in zip(tangents, moving, strict=True) if m]
+        closed = _traced_call(jvp_fun, [*primals, *nonzero])
+        flat = bind(closed, [*primals, *nonzero], **params)
+        outs, dots = flat[: len(floating)], iter(flat[len(floating) :])
+        return outs, [
+            next(dots) if fl else Zero(aval.to_tangent_aval())
+            for fl, aval in zip(floating, jaxpr.out_avals, strict=True)
+        ]
+
+    def transpose(cts, *operands, jaxpr, **params):
+        linear = [is_undefined_primal(x) for x in operands]
+        live = [i for i, ct in enumerate(cts) if type(ct) is not Zero]
+        known = [x for x, lin in zip(operands, linear, strict=True) if not lin]
+        avals = [x.aval for x in operands if is_undefined_primal(x)]
+        f = as_function(jaxpr)
+
+        def pulled(*flat):
+            knowns, given = flat[: len(known)], flat[len(known) :]
+
+            def of_linear(*ls):
+                it_l, it_k = iter(ls), iter(knowns)
+                outs = f(*(next(it_l) if lin else next(it_k) for lin in linear))
+                return [outs[i] for i in live]
+
+            return jax.linear_transpose(of_linear, *map(_struct, avals))(list(given))
+
+        given = [cts[i] for i in live]
+        grads = iter(bind(_traced_call(pulled, [*known, *given]), [*known, *given], **params))
+        return [next(grads) if lin else None for lin in linear]
+
+    def batch(axis_data, operands, dims, *, jaxpr, **params):
+        mapped = jax.vmap(
+            as_function(jaxpr),
+            in_axes=tuple(dims),
+            axis_name=axis_data.name if isinstance(axis_data.name, str) else None,
+            axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+        outs = bind(_traced_call(mapped, operands), operands, **params)
+        return outs, [0] * len(outs)
+
+    def partial_eval(trace, *tracers, jaxpr, **params):
+        return _partial_eval_call(primitive, bind, trace, tracers, jaxpr, params)
+
+    def impl(*operands, jaxpr, name, options):
+        # The call inside one more jit: there it is lowered with the operands' shardings known.
+        return _call_jit(primitive, jaxpr, name, options)(*operands)
+
+    def lower(ctx, *operands, jaxpr, name, options):
+        shardings, mesh = surroundings(ctx, operands, jaxpr.in_avals)
+        new = plan(jaxpr, shardings, name, options, mesh)
+        rule = _mlir.lower_fun(as_function(new), multiple_results=True)
+        return rule(ctx, *operands)
+
+    primitive.def_effectful_abstract_eval(abstract)
+    primitive.def_impl(impl)
+    _ad.primitive_jvps[primitive] = jvp
+    _ad.primitive_transposes[primitive] = transpose
+    _batching.fancy_primitive_batchers[primitive] = batch
+    _pe.custom_partial_eval_rules[primitive] = partial_eval
+    _mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+@functools.lru_cache(maxsize=256)
+def _call_jit(primitive, jaxpr, name, options):
+    def call(*operands):
+        return primitive.bind(*operands, jaxpr=jaxpr, name=name, options=options)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def _has_tangent(aval: Any) -> bool:
+    return aval.to_tangent_aval().dtype != jax.dtypes.float0
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    sharding = aval.sharding if typed_sharding(aval) is not None else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def _partial_eval_call(primitive, bind, trace, tracers, jaxpr, params):
+    """Split a call into what is known now and what waits, as ``jax.linearize`` asks."""
+    unknown = [not t.pval.is_known() for t in tracers]
+    known_jaxpr, late_jaxpr, out_unknown, residuals = _pe.partial_eval_jaxpr_nounits(
+        jaxpr, unknown, instantiate=False
+    )
+    known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
+    known_out = bind(known_jaxpr, known_in, **params)
+    n = len(known_out) - len(residuals)
+    saved = [trace.new_instantiated_const(x) for x in known_out[n:]]
+    late_in = [*saved, *(t for t, u in zip(tracers, unknown, strict=True) if u)]
+    late_out = [
+        _pe.JaxprTracer(trace, _pe.PartialVal.unknown(aval), None) for aval in late_jaxpr.out_avals
+    ]
+    eqn = _pe.new_eqn_recipe(
+        trace,
+        late_in,
+        late_out,
+        primitive,
+        dict(params, jaxpr=late_jaxpr),
+        late_jaxpr.effects,
+        _source_info.current(),
+    )
+    for t in late_out:
+        t.recipe = eqn
+    known_it, late_it = iter(known_out[:n]), iter(late_out)
+    return [next(late_it) if u else next(known_it) for u in out_unknown]
+
+
+def lowering_module(ctx: Any) -> Any:
+    """Return the MLIR module that a lowering rule is writing."""
+    return ctx.module_context.module
+
+
+def lowering_devices(ctx: Any) -> Sequence[Any] | None:
+    """Return the devices that the program being lowered will run on, None when not yet known."""
+    return getattr(ctx.module_context.axis_context, "device_assignment", None)

@@ -107,15 +107,12 @@ def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Seque
 
 
 def _read_module(module: Any) -> dict[int, DotSharding]:
-    meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+    meshes = read_meshes(module)
     dots: list[tuple[int, Any]] = []
 
     def visit(op: Any) -> Any:
         op = op.operation
-        if op.name == "sdy.mesh":
-            name = ir.StringAttr(op.attributes["sym_name"]).value
-            meshes[name] = _read_mesh(str(op.attributes["mesh"]))
-        elif op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
+        if op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
             site = _SITE.search(str(op.attributes["mhlo.frontend_attributes"]))
             if site:
                 dots.append((int(site[1]), op))
@@ -129,6 +126,29 @@ def _read_module(module: Any) -> dict[int, DotSharding]:
         except _SubAxis:
             found[number] = DotSharding(refusal=Reason.SUB_AXIS)
     return found
+
+
+def read_meshes(module: Any) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Return the meshes of a module: axes and their sizes by symbol name."""
+    return {
+        ir.StringAttr(op.operation.attributes["sym_name"]).value: _read_mesh(
+            str(op.operation.attributes["mesh"])
+        )
+        for op in module.body.operations
+        if op.operation.name == "sdy.mesh"
+    }
+
+
+def read_spec(attribute: str | None, ndim: int) -> Spec:
+    """Return the mesh axes per dimension that the text of an sdy sharding names."""
+    if attribute is None:
+        return ((),) * ndim
+    # <@mesh, [{"x"}, {}], replicated={...}>: only the bracket speaks of dimensions.
+    body = attribute[attribute.index("[") :]
+    spec = _axis_lists(body[: body.index("]") + 1])
+    if len(spec) != ndim:
+        raise AnalysisError(f"sharding {attribute} does not fit a value of rank {ndim}")
+    return spec
 
 
 def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSharding:
@@ -201,16 +221,9 @@ class _Reader:
         """Return the sharding of ``value``; a value without one is whole on every device."""
         ndim = ir.RankedTensorType(value.type).rank
         attribute = _sharding_attribute(value)
-        if attribute is None:
-            return ((),) * ndim
-        self._remember_mesh(attribute)
-        # <@mesh, [{"x"}, {}], replicated={...}>: only the bracket speaks of dimensions.
-        body = attribute[attribute.index("[") :]
-        depth_end = body.index("]")
-        spec = _axis_lists(body[: depth_end + 1])
-        if len(spec) != ndim:
-            raise AnalysisError(f"sharding {attribute} does not fit a value of rank {ndim}")
-        return spec
+        if attribute is not None:
+            self._remember_mesh(attribute)
+        return read_spec(attribute, ndim)
 
     def _remember_mesh(self, attribute: str) -> None:
         name = re.match(r"(?:#sdy\.sharding)?<@([\w.]+|\"[^\"]+\")", attribute)

@@ -1,0 +1,86 @@
+"""The published cost rule: decompose unless the ring is slower than einsum plus collective.
+
+Source: Wang et al., ASPLOS 2023. With comp the undecomposed einsum, comm the original collective,
+m how much slower the ring of permutes is because it uses fewer links, and extra the first and last
+permute that nothing hides::
+
+    decompose unless  max(comp, comm * m) + extra >= comp + comm,    extra = 2 * comm * m / N
+
+It has no term for what a smaller einsum loses, for launching each step, or for other work that
+already hides the collective. Everything that decides goes through :func:`estimate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from collmm.cost import collectives
+from collmm.cost.figures import Chip
+from collmm.schedule import Schedule
+from collmm.sites import ALL_GATHER, Collective, EinsumSite
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Predicted seconds of one site, before and after; ``pays`` is the rule's verdict.
+
+    Attributes:
+      einsum_s: the undecomposed einsum on one device, at the chip's peak.
+      collective_s: the original collective.
+      slowdown: m, time of the ring of permutes over that of the collective.
+      extra_s: prologue and epilogue of the ring.
+      note: what had to be assumed, or empty.
+    """
+
+    einsum_s: float
+    collective_s: float
+    slowdown: float
+    extra_s: float
+    note: str = ""
+
+    @property
+    def before_s(self) -> float:
+        """Einsum and collective, one after the other."""
+        return self.einsum_s + self.collective_s
+
+    @property
+    def after_s(self) -> float:
+        """The overlapped loop."""
+        return max(self.einsum_s, self.collective_s * self.slowdown) + self.extra_s
+
+    @property
+    def pays(self) -> bool:
+        """Whether the loop is expected to be faster."""
+        return self.after_s < self.before_s
+
+
+def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip: Chip) -> Estimate:
+    """Apply the published rule to one collective of one site on ``chip``."""
+    notes = []
+    rate = chip.peak(site.dtypes[0])
+    if rate is None:
+        rate = chip.bf16
+        notes.append(f"no peak known for {site.dtypes[0]} on {chip.name}; bf16 taken")
+    einsum_s = site.device_flops() / rate.value("achievable")
+    ring = _ring(chip, schedule.ring_size)
+    if ring.note:
+        notes.append(ring.note)
+    time = (
+        collectives.all_gather_s
+        if collective.kind == ALL_GATHER
+        else collectives.reduce_scatter_s
+    )
+    collective_s = time(ring, collective.bytes)
+    slowdown = collectives.slowdown(ring, two_way=schedule.two_way)
+    extra_s = 2 * collective_s * slowdown / schedule.ring_size
+    return Estimate(einsum_s, collective_s, slowdown, extra_s, "; ".join(notes))
+
+
+def _ring(chip: Chip, size: int) -> collectives.Ring:
+    """Return the ring on ``chip``: one torus axis, or as few NVLink domains as hold it."""
+    if chip.kind == "tpu":
+        return collectives.torus_ring(chip, (size,))
+    nodes = -(-size // chip.domain)
+    while size % nodes:
+        nodes += 1
+    return collectives.gpu_ring(chip, size // nodes, nodes)

@@ -1,0 +1,13 @@
+"""The decomposed loops, one file per collective; they run inside ``shard_map``."""
+
+from collmm.loops.gather import Consumer, all_gather_einsum
+from collmm.loops.partial import PartialEinsum
+from collmm.loops.scatter import Term, einsum_reduce_scatter
+
+__all__ = [
+    "Consumer",
+    "PartialEinsum",
+    "Term",
+    "all_gather_einsum",
+    "einsum_reduce_scatter",
+]

@@ -1,0 +1,194 @@
+"""Einsums of a ring-gathered operand: the shards travel, and each is multiplied as it arrives.
+
+    gathered = all_gather(shard)              s = shard
+    y = dot(gathered, local)        ==>       for i in range(n):
+                                                  t = ppermute(s)       # these two do not
+                                                  y[s.id] = dot(s, ..)  # depend on each other
+                                                  s = t
+
+Any number of einsums share one ring. The gathered label may be free in an einsum (a slice of the
+result is written), contracting (the local operand is sliced, and the products are summed) or batch
+(the local operand is sliced and a slice of the result is written).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array, lax
+
+from collmm.errors import OptionError
+from collmm.loops.partial import PartialEinsum, add
+from collmm.loops.ringops import position, put, send, shard_start, take
+from collmm.ring import gather_chains
+from collmm.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """An einsum one of whose operands is gathered: ``gathered_operand`` 0 for lhs, 1 for rhs."""
+
+    partial: PartialEinsum
+    gathered_operand: int
+
+    def gathered_labels(self) -> tuple[int, ...]:
+        """The labels of the gathered operand."""
+        return (self.partial.einsum.lhs, self.partial.einsum.rhs)[self.gathered_operand]
+
+    def local_labels(self) -> tuple[int, ...]:
+        """The labels of the operand that stays."""
+        return (self.partial.einsum.rhs, self.partial.einsum.lhs)[self.gathered_operand]
+
+
+def all_gather_einsum(
+    shard: Array,
+    locals_: Sequence[Array],
+    consumers: Sequence[Consumer],
+    schedule: Schedule,
+    *,
+    gathered_dim: int,
+    return_gathered: bool = False,
+) -> list[Array]:
+    """Einsums of ``all_gather(shard, schedule.axes, axis=gathered_dim, tiled=True)``.
+
+    Runs inside ``shard_map``. ``shard`` is this device's block; ``locals_[k]`` is the other
+    operand of ``consumers[k]``, whole in the gathered label where it has it. The blocks are
+    joined in the order of the ring positions. One result per consumer, in its ``out_dtype``;
+    with ``return_gathered`` the gathered operand itself comes last. All share ``n - 1`` permutes.
+
+    Raises ``OptionError`` when the operands do not fit each other or the mesh.
+    """
+    _check(shard, locals_, consumers, schedule.ring_size, gathered_dim)
+    if schedule.ring_size == 1:
+        results = [
+            consumer.partial.dot(*_ordered(consumer, shard, local))
+            for consumer, local in zip(consumers, locals_, strict=True)
+        ]
+        return [*results, shard] if return_gathered else results
+    ring = _Gather(schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered)
+    run = _unrolled if schedule.unroll else _rolled
+    states = run(ring, shard, position(schedule))
+    return [
+        lax.convert_element_type(state, consumer.partial.out_dtype)
+        for state, consumer in zip(states, consumers, strict=False)
+    ] + list(states[len(consumers) :])
+
+
+_States = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """One ring: what every step needs besides the shard that has arrived."""
+
+    schedule: Schedule
+    locals_: tuple[Array, ...]
+    consumers: tuple[Consumer, ...]
+    dim: int
+    return_gathered: bool
+
+    def empty(self) -> _States:
+        """No results yet: the first step makes them."""
+        return (None,) * (len(self.consumers) + self.return_gathered)
+
+    def consume(self, states: _States, shard: Array, pos: Array, offset: Any) -> _States:
+        """Multiply the shard at ``offset`` with every local operand."""
+        n, block = self.schedule.ring_size, shard.shape[self.dim]
+        start = shard_start(pos, offset, n, block)
+        new = [
+            self._consume_one(consumer, local, state, shard, start)
+            for consumer, local, state in zip(self.consumers, self.locals_, states, strict=False)
+        ]
+        if self.return_gathered:
+            new.append(put(states[-1], shard, self.dim, start, n * block))
+        return tuple(new)
+
+    def _consume_one(
+        self, consumer: Consumer, local: Array, state: Array | None, shard: Array, start: Array
+    ) -> Array:
+        partial, block = consumer.partial, shard.shape[self.dim]
+        label = consumer.gathered_labels()[self.dim]
+        if label in consumer.local_labels():
+            local = take(local, consumer.local_labels().index(label), start, block)
+        operands = _ordered(consumer, shard, local)
+        if label not in partial.einsum.out:
+            part = partial.partial_sum(*operands)
+            return part if state is None else add(state, part)
+        size = block * self.schedule.ring_size
+        return put(state, partial.dot(*operands), partial.einsum.out.index(label), start, size)
+
+
+def _unrolled(ring: _Gather, shard: Array, pos: Array) -> _States:
+    """Every step written out: the sends of step i first, then the einsums of step i."""
+    schedule = ring.schedule
+    chains = gather_chains(schedule.ring_size, schedule.two_way)
+    held = [shard] * len(chains)
+    states = ring.empty()
+    for i in range(chains[0].sends + 1):
+        arriving = [
+            send(x, chain, schedule) if i < chain.sends else x
+            for x, chain in zip(held, chains, strict=True)
+        ]
+        for k, chain in enumerate(chains):
+            # At step 0 every chain holds the own shard: multiply it once.
+            if (i == 0 and k > 0) or i > chain.sends:
+                continue
+            states = ring.consume(states, held[k], pos, chain.gathered_offset(i))
+        held = arriving
+    return states
+
+
+def _rolled(ring: _Gather, shard: Array, pos: Array) -> _States:
+    """A loop whose program does not grow with the ring; the sends are those of the unrolled one.
+
+    The own shard is peeled off in front (it makes the results, so no buffer is filled first) and
+    the last shards behind (nothing is left to send, or one chain has one send more).
+    """
+    schedule = ring.schedule
+    chains = gather_chains(schedule.ring_size, schedule.two_way)
+    common = min(chain.sends for chain in chains)
+
+    def arrive(held: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(send(x, c, schedule) for x, c in zip(held, chains, strict=True))
+
+    def consume(states: _States, held: tuple[Array, ...], i: Any) -> _States:
+        for x, chain in zip(held, chains, strict=True):
+            states = ring.consume(states, x, pos, chain.gathered_offset(i))
+        return states
+
+    def body(i: Array, carry: tuple[tuple[Array, ...], _States]) -> Any:
+        held, states = carry
+        return arrive(held), consume(states, held, i)
+
+    held = arrive((shard,) * len(chains))
+    states = ring.consume(ring.empty(), shard, pos, 0)
+    if common > 1:
+        held, states = lax.fori_loop(1, common, body, (held, states))
+    longest = chains[0]
+    extra = [send(held[0], longest, schedule)] if longest.sends > common else []
+    states = consume(states, held, common)
+    for x in extra:
+        states = ring.consume(states, x, pos, longest.gathered_offset(longest.sends))
+    return states
+
+
+def _ordered(consumer: Consumer, gathered: Array, local: Array) -> tuple[Array, Array]:
+    return (local, gathered) if consumer.gathered_operand else (gathered, local)
+
+
+def _check(
+    shard: Array, locals_: Sequence[Array], consumers: Sequence[Consumer], n: int, dim: int
+) -> None:
+    if len(locals_) != len(consumers):
+        raise OptionError(
+            f"all_gather_einsum got {len(locals_)} local operands for {len(consumers)} consumers; "
+            "give one to each"
+        )
+    if not 0 <= dim < shard.ndim:
+        raise OptionError(f"gathered_dim={dim} is not a dimension of the shard {shard.shape}")
+    gathered = (*shard.shape[:dim], n * shard.shape[dim], *shard.shape[dim + 1 :])
+    for consumer, local in zip(consumers, locals_, strict=True):
+        lhs, rhs = (local.shape, gathered) if consumer.gathered_operand else (gathered, local.shape)
+        consumer.partial.einsum.sizes(lhs, rhs)

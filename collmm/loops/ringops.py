@@ -1,0 +1,58 @@
+"""What the loops share: the own position, slices by shard, and sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from collmm.errors import OptionError
+from collmm.ring import Chain, relabelled
+from collmm.schedule import Schedule
+
+
+def position(schedule: Schedule) -> Array:
+    """This device's position on the ring, int32; ``OptionError`` if the mesh has another size."""
+    size = lax.axis_size(schedule.axes)
+    if size != schedule.ring_size:
+        raise OptionError(
+            f"the schedule is for a ring of {schedule.ring_size}, but the mesh axes "
+            f"{schedule.axes} have {size} positions; make the schedule for this mesh"
+        )
+    return lax.axis_index(schedule.axes)
+
+
+def send(x: Array, chain: Chain, schedule: Schedule) -> Array:
+    """One send of ``chain``."""
+    if len(schedule.axes) == 1:
+        return lax.ppermute(x, schedule.axes, chain.permutation)
+    # ppermute counts positions in the mesh's own order of axes, whatever order it is given.
+    mesh = jax.sharding.get_abstract_mesh()
+    order = tuple(axis for axis in mesh.axis_names if axis in schedule.axes)
+    pairs = relabelled(chain.permutation, schedule.axes, order, mesh.shape)
+    return lax.ppermute(x, order, pairs)
+
+
+def shard_start(pos: Array, offset: Any, n: int, block: int) -> Array:
+    """Where the shard ``(pos + offset) mod n`` starts, in elements of a dimension of n blocks."""
+    # A loop counter may be wider than the position; both operands of rem are non-negative.
+    offset = lax.convert_element_type(offset, pos.dtype)
+    return lax.rem(pos + offset, pos.dtype.type(n)) * pos.dtype.type(block)
+
+
+def take(x: Array, dim: int, start: Array, size: int) -> Array:
+    """``x[..., start : start + size, ...]`` at ``dim``."""
+    return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
+
+
+def put(buffer: Array | None, part: Array, dim: int, start: Any, size: int) -> Array:
+    """Write ``part`` at ``start`` of ``dim`` of a buffer of ``size``, made here if there is none.
+
+    The buffer starts uninitialised: every element of it is written by the end of the ring, and a
+    fill with zeros would be a pass over memory of its own.
+    """
+    if buffer is None:
+        shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
+        buffer = lax.empty(shape, part.dtype)
+    return lax.dynamic_update_slice_in_dim(buffer, part, start, dim, allow_negative_indices=False)

@@ -1,0 +1,133 @@
+"""A planned program: from a traced jit and its arguments' shardings to a plan and a new jit.
+
+This is the one place where the stages meet: capture, partition, gate, plan, rewrite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from collmm import _jax
+from collmm.capture import Captured, capture
+from collmm.cost.figures import Chip
+from collmm.cost.hardware import CHIPS, chip
+from collmm.errors import Reason
+from collmm.gate import make_site
+from collmm.options import Options
+from collmm.partition import partition
+from collmm.plan import Plan, make_plan
+from collmm.rewrite import rewrite
+from collmm.sites import EinsumSite
+
+DEFAULT_CHIP = "v5e"
+# What the devices call themselves, as jax reports it in device_kind.
+_DEVICE_KINDS = {
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+_GPU_NAMES = ("gb200", "b200", "h200", "h100", "a100", "mi300x")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The plan of one program and its jaxpr after the rewrite.
+
+    Attributes:
+      plan: every decision.
+      closed: the closed jaxpr with the plan carried out; the original when nothing is rewritten.
+    """
+
+    plan: Plan
+    closed: Any
+
+
+def plan_program(
+    closed: Any,
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+    options: Options,
+    *,
+    name: str = "",
+    mesh: Any = None,
+) -> Planned:
+    """Plan and rewrite one closed jaxpr.
+
+    Args:
+      closed: the traced program.
+      in_shardings: a sharding or None (not specified) per flat argument.
+      out_shardings: the same per flat result.
+      options: policy and hardware.
+      name: of the function, for the plan.
+      mesh: a further mesh that the program may be on, such as that of the context.
+    """
+    captured = capture(closed)
+    meshes = find_meshes(captured, [*in_shardings, *out_shardings], mesh)
+    row, note = hardware(options, meshes.values())
+    if any(m.size > 1 for m in meshes.values()):
+        found = partition(captured, in_shardings, out_shardings)
+        sites = [_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in captured.dots]
+    else:
+        sites = [_alone(make_site(d, None)) for d in captured.dots]
+    plan = make_plan(sites, options, row, note=note, program=name)
+    if not plan.rewritten:
+        return Planned(plan, closed)
+    return Planned(plan, rewrite(captured, plan, meshes))
+
+
+def find_meshes(
+    captured: Captured, shardings: Sequence[Any], mesh: Any
+) -> dict[tuple[tuple[str, int], ...], Any]:
+    """Return every concrete mesh that the program names, by its axes and their sizes."""
+    candidates = [getattr(s, "mesh", None) for s in shardings]
+    candidates += [getattr(s, "mesh", None) for s in _jax.constraint_shardings(captured.closed)]
+    candidates.append(mesh)
+    found: dict[tuple[tuple[str, int], ...], Any] = {}
+    for m in candidates:
+        if isinstance(m, jax.sharding.Mesh) and not m.empty:
+            found.setdefault(tuple(m.shape.items()), m)
+    return found
+
+
+def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
+    """Return the hardware row to plan for, and a line that says so when it was assumed."""
+    if options.chip is not None:
+        return chip(options.chip), ""
+    for mesh in meshes:
+        device = mesh.devices.flat[0]
+        kind = device.device_kind
+        if kind in _DEVICE_KINDS:
+            return chip(_DEVICE_KINDS[kind]), ""
+        for gpu in _GPU_NAMES:
+            if gpu in kind.lower() and gpu in CHIPS:
+                return chip(gpu), ""
+        if device.platform != "cpu":
+            return chip(DEFAULT_CHIP), (
+                f"no hardware row for {kind!r}; planned for {DEFAULT_CHIP}, set Options(chip=...)"
+            )
+    return chip(DEFAULT_CHIP), (
+        f"CPU devices have no links to plan for; planned for {DEFAULT_CHIP}"
+    )
+
+
+def _on_known_mesh(site: EinsumSite, meshes: dict[tuple[tuple[str, int], ...], Any]) -> EinsumSite:
+    if site.refusal is None and site.axis_sizes not in meshes:
+        return dataclasses.replace(site, refusal=Reason.UNKNOWN_MESH, detail=str(site.axis_sizes))
+    return site
+
+
+def _alone(site: EinsumSite) -> EinsumSite:
+    """One device, or no shardings at all: nothing to communicate."""
+    if site.refusal is Reason.UNREACHED:
+        return dataclasses.replace(site, refusal=Reason.NO_COLLECTIVE)
+    return site

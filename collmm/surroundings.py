@@ -1,0 +1,96 @@
+"""How values are sharded in a module that is still being written.
+
+While an enclosing program is lowered, what stands before our call is in the MLIR module already,
+arguments' shardings included. A copy that ends at our operands is given to Shardy, which says how
+it would shard them. What comes after the call is not known at that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import func
+from jax.sharding import NamedSharding, PartitionSpec
+
+from collmm import _jax
+from collmm.partition import read_meshes, read_spec
+
+
+def operand_shardings(
+    ctx: Any, operands: Sequence[Any], avals: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """Return the sharding of each operand of the equation being lowered, and the mesh.
+
+    None stands for what cannot be told: inside the body of a loop, or on one device.
+    """
+    nothing = [None] * len(operands)
+    devices = _jax.lowering_devices(ctx)
+    module = _jax.lowering_module(ctx)
+    meshes = {k: v for k, v in read_meshes(module).items() if v}
+    if devices is None or not meshes:
+        return nothing, None
+    mesh = _mesh(next(iter(meshes.values())), devices)
+    if mesh is None:
+        return nothing, None
+    block = ir.InsertionPoint.current.block
+    if block.owner.operation.name != "func.func":
+        return nothing, mesh
+    text = _module_ending_at(module, block, operands)
+    copy = ir.Module.parse(text, context=module.context)
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(
+            copy.operation
+        )
+    name = ir.StringAttr(block.owner.operation.attributes["sym_name"]).value
+    return [_sharding(a, mesh, v.ndim) for a, v in zip(_results(copy, name), avals, strict=True)], mesh
+
+
+def _mesh(axes: tuple[tuple[str, int], ...], devices: Sequence[Any]) -> Any:
+    names, sizes = zip(*axes, strict=True)
+    if int(np.prod(sizes)) != len(devices):
+        return None
+    return jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), names)
+
+
+def _module_ending_at(module: Any, block: Any, operands: Sequence[Any]) -> str:
+    """Return the module's text with the current function cut off and returning ``operands``."""
+    function = block.owner.operation
+    old = {k: function.attributes[k] for k in ("function_type", "res_attrs") if k in function.attributes}
+    inputs = ir.FunctionType(ir.TypeAttr(old["function_type"]).value).inputs
+    with module.context, ir.Location.unknown():
+        end = func.ReturnOp(list(operands), ip=ir.InsertionPoint(block))
+        kind = ir.FunctionType.get(inputs, [v.type for v in operands])
+        function.attributes["function_type"] = ir.TypeAttr.get(kind)
+        if "res_attrs" in old:
+            del function.attributes["res_attrs"]
+        try:
+            return module.operation.get_asm(assume_verified=True)
+        finally:
+            end.operation.erase()
+            for key, value in old.items():
+                function.attributes[key] = value
+
+
+def _results(module: Any, name: str) -> list[str | None]:
+    for op in module.body.operations:
+        op = op.operation
+        if op.name != "func.func" or ir.StringAttr(op.attributes["sym_name"]).value != name:
+            continue
+        count = len(ir.FunctionType(ir.TypeAttr(op.attributes["function_type"]).value).results)
+        if "res_attrs" not in op.attributes:
+            return [None] * count
+        attributes = op.attributes["res_attrs"]
+        return [
+            str(a["sdy.sharding"]) if "sdy.sharding" in a else None
+            for a in (attributes[i] for i in range(count))
+        ]
+    raise AssertionError(f"function {name} vanished from its own module")
+
+
+def _sharding(attribute: str | None, mesh: Any, ndim: int) -> Any:
+    spec = read_spec(attribute, ndim)
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

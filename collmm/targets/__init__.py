@@ -1,0 +1,20 @@
+"""What programs are compiled for: cpu, TPU and GPU targets. Importing this never imports jax."""
+
+from collmm.targets.environment import environment
+from collmm.targets.guard import guarded
+from collmm.targets.listing import TargetRow, list_targets
+from collmm.targets.names import TargetName, parse_name
+from collmm.targets.options import CompilerOption
+from collmm.targets.target import Target, parse_target
+
+__all__ = [
+    "CompilerOption",
+    "Target",
+    "TargetName",
+    "TargetRow",
+    "environment",
+    "guarded",
+    "list_targets",
+    "parse_name",
+    "parse_target",
+]

@@ -1,0 +1,100 @@
+"""The ring a mesh axis makes on a target: which links its devices span, and in what order. No jax.
+
+Devices are anything with ``coords`` and ``core_on_chip`` (TPU) or ``process_index`` (GPU).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from collmm.cost.collectives import Ring, gpu_ring, torus_ring
+from collmm.cost.figures import Basis, Chip
+from collmm.errors import TargetError
+
+Coords = tuple[int, ...]
+
+
+def groups(devices: np.ndarray, names: Sequence[str], axes: Sequence[str]) -> np.ndarray:
+    """The devices of a mesh as [groups, members], members in ring order along ``axes``."""
+    if unknown := [axis for axis in axes if axis not in names]:
+        raise TargetError(f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(names)}")
+    order = [names.index(axis) for axis in axes]
+    rest = [i for i in range(devices.ndim) if i not in order]
+    members = int(np.prod([devices.shape[i] for i in order], dtype=int))
+    return devices.transpose([*rest, *order]).reshape(-1, members)
+
+
+def tpu_ring_of(
+    chip: Chip, shape: tuple[int, ...], wrap: tuple[bool, ...], members: np.ndarray, basis: Basis
+) -> Ring:
+    """The ring of ``members`` ([groups, members] of TPU devices) on a slice of ``shape``.
+
+    The load of the permute ring is counted over all groups at once, each step routed one torus axis
+    after the other, the shorter way round.
+    """
+    places = [[_place(device, len(shape)) for device in group] for group in members]
+    spans = [len({place[axis] for place in places[0]}) for axis in range(len(shape))]
+    wraps = [wrap[axis] and spans[axis] == shape[axis] for axis in range(len(shape))]
+    per_chip = members.shape[1] // len(set(places[0]))
+    ring = torus_ring(chip, spans, shape, wraps, basis)
+    kept = [axis for axis in range(len(shape)) if spans[axis] > 1]
+    unknown = [axis for axis in kept if chip.wraps(shape[axis], shape) is None]
+    forward, longest = _load(places, shape, wrap, ways=(1,))
+    both, _ = _load(places, shape, wrap, ways=(1, -1))
+    return dataclasses.replace(
+        ring,
+        permute_load=(max(forward, 1), max(both, 1)),
+        neighbour_hops=max(longest, 1),
+        per_chip=per_chip,
+        note=f"{chip.name}: {chip.wrap.source}; taken not to wrap" if unknown else "",
+    )
+
+
+def gpu_ring_of(chip: Chip, members: np.ndarray, basis: Basis) -> Ring:
+    """The ring of ``members`` ([groups, members] of GPU devices), by the host of each."""
+    hosts = Counter(device.process_index for device in members[0])
+    if len(set(hosts.values())) != 1:
+        raise TargetError(f"the ring has unequal numbers of GPUs per host: {dict(hosts)}")
+    return gpu_ring(chip, next(iter(hosts.values())), len(hosts), basis)
+
+
+def _place(device: Any, dims: int) -> Coords:
+    return tuple(device.coords[:dims])
+
+
+def _load(
+    places: Sequence[Sequence[Coords]],
+    shape: tuple[int, ...],
+    wrap: tuple[bool, ...],
+    ways: tuple[int, ...],
+) -> tuple[int, int]:
+    """(most transfers on one directed link, hops of the longest) in one step of every ring."""
+    links: Counter[tuple[Coords, int, int]] = Counter()
+    longest = 0
+    for ring in places:
+        for way in ways:
+            for index, start in enumerate(ring):
+                route = list(_route(start, ring[(index + way) % len(ring)], shape, wrap))
+                longest = max(longest, len(route))
+                links.update(route)
+    return max(links.values(), default=0), longest
+
+
+def _route(
+    start: Coords, end: Coords, shape: tuple[int, ...], wrap: tuple[bool, ...]
+) -> Iterator[tuple[Coords, int, int]]:
+    """The directed links (from, axis, +1 or -1) of a route, one axis after the other."""
+    here = list(start)
+    for axis, size in enumerate(shape):
+        ahead = (end[axis] - here[axis]) % size
+        step = 1 if end[axis] > here[axis] else -1
+        if wrap[axis]:
+            step = 1 if ahead <= size - ahead else -1
+        while here[axis] != end[axis]:
+            yield tuple(here), axis, step
+            here[axis] = (here[axis] + step) % size

@@ -1,0 +1,111 @@
+"""The rings simulated in numpy, for every length from 1 to 17."""
+
+import numpy as np
+import pytest
+
+from collmm.ring import (
+    Chain,
+    gather_chains,
+    permutation,
+    permute_count,
+    relabelled,
+    scatter_parts,
+)
+
+LENGTHS = range(1, 18)
+
+
+def send(held, chain):
+    """What every position holds after one send."""
+    after = [None] * len(held)
+    for source, destination in chain.permutation:
+        assert after[destination] is None
+        after[destination] = held[source]
+    return after
+
+
+@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_every_shard_reaches_every_position_once(n, two_way):
+    chains = gather_chains(n, two_way)
+    seen = [[p] for p in range(n)]
+    for chain in chains:
+        held = list(range(n))
+        for i in range(1, chain.sends + 1):
+            held = send(held, chain)
+            for p in range(n):
+                assert (p + chain.gathered_offset(i)) % n == held[p]
+                seen[p].append(held[p])
+    assert all(sorted(shards) == list(range(n)) for shards in seen)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 6])
+@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_every_share_is_added_once_and_ends_at_its_owner(n, two_way, block):
+    shares = np.random.default_rng(n).integers(-99, 99, (n, n * block))
+    result = np.zeros((n, block), int)
+    written = np.zeros((n, block), int)
+    for part in scatter_parts(n, two_way, block):
+        added = np.zeros((n, n), int)
+        acc = [np.zeros(part.size, int)] * n
+        for i in range(n):
+            if i:
+                acc = send(acc, part.chain)
+            for p in range(n):
+                shard = (p + part.chain.scattered_offset(i)) % n
+                start = shard * block + part.start
+                acc[p] = acc[p] + shares[p, start : start + part.size]
+                added[p, shard] += 1
+        assert np.all(added == 1)
+        result[:, part.start : part.start + part.size] = acc
+        written[:, part.start : part.start + part.size] += 1
+    assert np.all(written == 1)
+    np.testing.assert_array_equal(result, shares.sum(axis=0).reshape(n, block))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_offsets_need_one_unsigned_remainder(n):
+    for two_way in (False, True):
+        for chain in gather_chains(n, two_way):
+            offsets = [chain.gathered_offset(i) for i in range(1, chain.sends + 1)]
+            assert all(0 <= x <= n for x in offsets)
+        for part in scatter_parts(n, two_way, 4):
+            assert all(0 <= part.chain.scattered_offset(i) <= n for i in range(n))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_a_gather_sends_n_minus_1_shards_split_evenly_both_ways(n):
+    assert permute_count(n, two_way=False) == permute_count(n, two_way=True) == n - 1
+    sends = {chain.shift: chain.sends for chain in gather_chains(n, two_way=True)}
+    assert sends.get(-1, 0) - sends.get(+1, 0) == (n > 0 and n % 2 == 0)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_a_two_way_reduce_scatter_sends_half_blocks_and_falls_back_on_blocks_of_one(n):
+    assert permute_count(n, two_way=True, block=6) == 2 * (n - 1)
+    assert permute_count(n, two_way=True, block=1) == n - 1
+    assert permute_count(n, two_way=False, block=6) == n - 1
+    first, second = scatter_parts(n, two_way=True, block=5)
+    assert (first.size, second.size, first.chain.shift, second.chain.shift) == (3, 2, +1, -1)
+
+
+def test_permutation_is_the_table_of_sends():
+    assert permutation(3, +1) == ((0, 1), (1, 2), (2, 0))
+    assert permutation(3, -1) == ((0, 2), (1, 0), (2, 1))
+    assert Chain(3, -1, 2).permutation == permutation(3, -1)
+
+
+def test_relabelled_pairs_name_the_same_devices():
+    # Axes x=2, y=3; ring positions run over (y, x), the mesh counts over (x, y).
+    sizes = {"x": 2, "y": 3}
+    pairs = relabelled(permutation(6, +1), ("y", "x"), ("x", "y"), sizes)
+
+    def device(position, axes):
+        index = np.unravel_index(position, [sizes[axis] for axis in axes])
+        return dict(zip(axes, index, strict=True))
+
+    for (source, destination), (s, d) in zip(permutation(6, +1), pairs, strict=True):
+        assert device(source, ("y", "x")) == device(s, ("x", "y"))
+        assert device(destination, ("y", "x")) == device(d, ("x", "y"))
+    assert relabelled(permutation(6, -1), ("x", "y"), ("x", "y"), sizes) == permutation(6, -1)
