@@ -1,4 +1,7 @@
-"""Write what a program was and what it became: plan, jaxpr, StableHLO and optimized HLO."""
+"""What a program was and what it became: plan, jaxpr, StableHLO and optimized HLO, as text.
+
+``$COLLMM_DUMP_TO`` makes any script write them for every decorated function it calls.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +10,119 @@ import json
 import os
 import pathlib
 import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from collmm.errors import OptionError
 from collmm.plan import Plan
 
 VARIABLE = "COLLMM_DUMP_TO"
-_numbers = itertools.count()
+# Plans that were dumped, by identity: a program can miss jax's dispatch cache more than once.
+_dumped: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+class DumpWarning(UserWarning):
+    """A dump that ``$COLLMM_DUMP_TO`` asks for could not be made; the program runs all the same."""
 
 
 def dump_if_asked(overlapped: Any, plan: Plan, args: tuple, kwargs: dict) -> None:
-    """Write a dump below ``$COLLMM_DUMP_TO`` when that variable is set.
+    """Write a dump below ``$COLLMM_DUMP_TO`` when that variable is set, once per program.
 
-    Every new program of every decorated function gets a folder of its own,
-    ``<function>.<number>``.
+    Every program gets a folder of its own, ``<function>.<number>``, with the lowest number that is
+    free. The function is traced, lowered and compiled but not run, so the arguments stay as they
+    are. Whatever goes wrong is a ``DumpWarning``.
     """
     root = os.environ.get(VARIABLE)
-    if not root:
+    if not root or _dumped.get(id(plan)) is plan:
         return
-    name = re.sub(r"\W+", "_", plan.program) or "fn"
-    folder = pathlib.Path(root) / f"{name}.{next(_numbers)}"
-    write(folder, plan, overlapped, args, kwargs)
-
-
-def write(
-    folder: pathlib.Path, plan: Plan, overlapped: Any, args: tuple, kwargs: dict
-) -> dict[str, str]:
-    """Write one program's dump into ``folder`` and return the two optimized HLO texts.
-
-    Files: ``plan.txt``, ``plan.json``, and for ``before`` and ``after`` each ``.jaxpr.txt``,
-    ``.stablehlo.mlir`` and ``.hlo.txt``.
-    """
+    _dumped[id(plan)] = plan
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _new_folder(pathlib.Path(root), re.sub(r"\W+", "_", plan.program) or "fn")
+        write(folder, texts(plan, overlapped, args, kwargs))
+    except Exception as e:
+        # Also what the compiler raises on the original program: the user's own call comes after.
+        text = str(e) if isinstance(e, OptionError) else f"{type(e).__name__}: {e}"
+        warnings.warn(f"collmm wrote no full dump: {text}", DumpWarning, stacklevel=4)
+
+
+def texts(
+    plan: Plan,
+    overlapped: Any,
+    args: tuple,
+    kwargs: dict,
+    compile_before: Callable = lambda lowered: lowered.compile(),
+    compile_after: Callable = lambda lowered: lowered.compile(),
+) -> Iterator[tuple[str, str]]:
+    """Yield (file name, text) of a program before and after, in the order they are made.
+
+    ``plan.txt``, ``plan.json``, then for ``before`` and ``after`` each ``.jaxpr.txt``,
+    ``.stablehlo.mlir`` and ``.hlo.txt``, the optimized HLO. Where nothing is rewritten ``after``
+    is ``before``.
+
+    Args:
+      plan: of the program.
+      overlapped: the decorated function.
+      args: its arguments; arrays or ``jax.ShapeDtypeStruct``s.
+      kwargs: its keyword arguments.
+      compile_before, compile_after: from a ``jax.stages.Lowered`` to a ``jax.stages.Compiled``.
+    """
+    yield "plan.txt", f"{plan}\n"
+    yield "plan.json", json.dumps(plan.to_json(), indent=1) + "\n"
+    before = []
+    for kind, text in _forms(overlapped.jitted, args, kwargs, compile_before):
+        before.append((kind, text))
+        yield f"before.{kind}", text
+    forms: Any = before
+    if plan.rewritten:
+        forms = _forms(overlapped, args, kwargs, compile_after)
+    for kind, text in forms:
+        yield f"after.{kind}", text
+
+
+def make_folder(folder: pathlib.Path, *, exist_ok: bool = True) -> None:
+    """Make a folder for a dump; OptionError, in one line, when that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if not exist_ok and folder.is_dir():
+            raise
+        raise OptionError(f"cannot write a dump to {folder}: it is a file; name a folder") from None
     except OSError as e:
         raise OptionError(f"cannot write a dump to {folder}: {e.strerror}; name a folder") from e
-    (folder / "plan.txt").write_text(f"{plan}\n")
-    (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=1))
-    texts = {}
-    for name, fn in (("before", overlapped.jitted), ("after", overlapped)):
-        traced = fn.trace(*args, **kwargs)
-        lowered = traced.lower()
-        texts[name] = lowered.compile().as_text() or ""
-        (folder / f"{name}.jaxpr.txt").write_text(f"{traced.jaxpr}\n")
-        (folder / f"{name}.stablehlo.mlir").write_text(lowered.as_text())
-        (folder / f"{name}.hlo.txt").write_text(texts[name])
-    return texts
+
+
+def write(folder: pathlib.Path, named: Iterator[tuple[str, str]]) -> dict[str, str]:
+    """Write each text as soon as it is made, so that what follows a failure is all that is lost.
+
+    Returns {file name: text}. Raises OptionError when ``folder`` cannot be written to.
+    """
+    made = {}
+    for name, text in named:
+        made[name] = text
+        try:
+            (folder / name).write_text(text)
+        except OSError as e:
+            raise OptionError(f"cannot write {folder / name}: {e.strerror}") from e
+    return made
+
+
+def _forms(fn: Any, args: tuple, kwargs: dict, compile_: Callable) -> Iterator[tuple[str, str]]:
+    traced = fn.trace(*args, **kwargs)
+    yield "jaxpr.txt", f"{traced.jaxpr}\n"
+    lowered = traced.lower()
+    yield "stablehlo.mlir", lowered.as_text()
+    yield "hlo.txt", compile_(lowered).as_text() or ""
+
+
+def _new_folder(root: pathlib.Path, name: str) -> pathlib.Path:
+    # Other processes of the same program may look for a folder at the same time.
+    for number in itertools.count():
+        folder = root / f"{name}.{number}"
+        try:
+            make_folder(folder, exist_ok=False)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError

@@ -30,6 +30,7 @@ from collmm.primitives import (
     all_gather_einsum_p,
     einsum_reduce_scatter_p,
 )
+from collmm.share import share_rings
 from collmm.sites import ALL_GATHER, Spec
 
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
@@ -45,7 +46,8 @@ def rewrite(captured: Captured, plan: Plan, meshes: MeshOf) -> Any:
     """
     walker = _Rewriter(captured, plan, meshes)
     jaxpr = walker.walk(captured.closed.jaxpr)
-    return _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
+    closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
+    return closed.replace(jaxpr=share_rings(closed.jaxpr))
 
 
 class _Rewriter:

@@ -88,24 +88,26 @@ def gather_chains(n: int, two_way: bool) -> tuple[Chain, ...]:
     return tuple(chain for chain in chains if chain.sends)
 
 
-def scatter_parts(n: int, two_way: bool, block: int) -> tuple[Part, ...]:
+def scatter_parts(n: int, two_way: bool, block: int, chains: int) -> tuple[Part, ...]:
     """The parts of a reduce-scatter of blocks of size ``block``; every chain has n - 1 sends.
 
-    One-way, one accumulator travels -1. Two-way, the block is cut in two halves, the first the
-    larger if ``block`` is odd: the first half's accumulator travels +1, the second's -1. A block
-    that can't be cut goes one-way.
+    The block is cut into ``chains`` parts, the first ones the larger if it does not divide, and
+    into fewer if it is too small. Each part's accumulator travels -1, or two-way the first +1,
+    the second -1 and so on in turn. A block that can't be cut goes -1.
     """
-    if not two_way or block < 2:
-        return (Part(Chain(n, -1, n - 1), 0, block),)
-    half = (block + 1) // 2
-    return (
-        Part(Chain(n, +1, n - 1), 0, half),
-        Part(Chain(n, -1, n - 1), half, block - half),
+    count = max(1, min(chains, block))
+    sizes = [block // count + (k < block % count) for k in range(count)]
+    shifts = [+1 if two_way and count > 1 and k % 2 == 0 else -1 for k in range(count)]
+    return tuple(
+        Part(Chain(n, shift, n - 1), sum(sizes[:k]), sizes[k]) for k, shift in enumerate(shifts)
     )
 
 
-def permute_count(n: int, two_way: bool, block: int | None = None) -> int:
-    """Sends of one ring, rolled or not: of a gather, or of a reduce-scatter of ``block``."""
-    if block is None:
-        return sum(chain.sends for chain in gather_chains(n, two_way))
-    return sum(part.chain.sends for part in scatter_parts(n, two_way, block))
+def gather_permutes(n: int) -> int:
+    """Sends of one gather ring, each of a whole shard: as many one-way and two-way."""
+    return n - 1
+
+
+def scatter_permutes(n: int, block: int, chains: int) -> int:
+    """Sends of one reduce-scatter ring, each of one part of a block."""
+    return (n - 1) * len(scatter_parts(n, False, block, chains))

@@ -21,8 +21,12 @@ class Schedule:
     ``axes``: the mesh axes of the ring, major to minor; a device's position on the ring is its
     flattened index over these axes. ``ring_size``: the number of positions. ``two_way``: shards
     travel both ways round the ring at once. ``unroll``: False gives a loop whose program does not
-    grow with the ring. ``barrier``: an optimization barrier keeps each partial einsum of a
-    reduce-scatter apart from the accumulator that arrived while it ran.
+    grow with the ring. ``barrier``: optimization barriers tell each partial einsum of a
+    reduce-scatter whether to wait for the accumulator it adds to. ``chains``: the accumulators a
+    reduce-scatter cuts each block into, which travel out of phase if there is more than one; None
+    takes 4 two-way and 1 one-way. With two, one is on its way while the other is multiplied; with
+    four, each is on its way while three are multiplied, which hides an accumulator that is wider
+    than the operands.
 
     Raises ``OptionError`` for a value that is not allowed.
     """
@@ -32,6 +36,7 @@ class Schedule:
     two_way: bool
     unroll: bool
     barrier: bool = True
+    chains: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.axes, tuple) or not self.axes:
@@ -53,6 +58,19 @@ class Schedule:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OptionError(f"Schedule {name} must be True or False, got {value!r}")
+        least = 2 if self.two_way else 1
+        if self.chains is not None and (type(self.chains) is not int or self.chains < least):
+            raise OptionError(
+                f"Schedule chains must be None or an int >= {least} where two_way is "
+                f"{self.two_way}, got {self.chains!r}"
+            )
+
+    @property
+    def accumulators(self) -> int:
+        """The accumulators of a reduce-scatter, as many as the block can be cut into at most."""
+        if self.chains is None:
+            return 4 if self.two_way else 1
+        return self.chains
 
     def describe(self) -> str:
         """Short text for tables, such as ``"two-way x4 unrolled"``."""

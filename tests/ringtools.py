@@ -20,9 +20,9 @@ def mesh_of(**axes):
     return Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
 
 
-def schedule_of(mesh, axes, two_way, unroll, barrier=True):
+def schedule_of(mesh, axes, two_way, unroll, **kwargs):
     size = math.prod(mesh.shape[axis] for axis in axes)
-    return Schedule(tuple(axes), size, two_way, unroll, barrier)
+    return Schedule(tuple(axes), size, two_way, unroll, **kwargs)
 
 
 def partial_of(equation, out_dtype=jnp.int32, preferred=None, precision=None):

@@ -181,6 +181,9 @@ def test_shapes_that_do_not_fit_are_refused():
         ({"ring_size": 2.0}, "ring_size must be an int >= 1"),
         ({"two_way": 1}, "two_way must be True or False"),
         ({"unroll": None}, "unroll must be True or False"),
+        ({"chains": 1}, "chains must be None or an int >= 2 where two_way is True"),
+        ({"chains": 0, "two_way": False}, "chains must be None or an int >= 1"),
+        ({"chains": True}, "chains must be None"),
     ],
 )
 def test_a_schedule_refuses_values_that_are_not_allowed(kwargs, message):
@@ -196,3 +199,6 @@ def test_default_schedule_is_two_way_and_unrolled_on_short_rings():
     assert default_schedule(["x"], MAX_UNROLLED_RING).unroll
     assert not default_schedule(["x", "y"], MAX_UNROLLED_RING + 1).unroll
     assert default_schedule(["x", "y"], 16).axes == ("x", "y")
+    assert default_schedule(["x"], 4).accumulators == 4
+    assert default_schedule(["x"], 2).accumulators == 1
+    assert Schedule(("x",), 4, two_way=True, unroll=True, chains=2).accumulators == 2

@@ -36,12 +36,23 @@ SIZES = {"a": 2, "d": 3, "f": 4}
 ALL = tuple(CASES)
 
 
-def build(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, barrier=True, **kw):
+def build(
+    mesh,
+    axes,
+    cases,
+    block,
+    form,
+    dtype=jnp.int32,
+    check_vma=False,
+    barrier=True,
+    chains=None,
+    **kw,
+):
     """The ring of ``cases`` as a jitted function of all devices' operands, and those operands.
 
     Operands have a leading dimension over the ring: every position has values of its own.
     """
-    schedule = schedule_of(mesh, axes, *form, barrier)
+    schedule = schedule_of(mesh, axes, *form, barrier=barrier, chains=chains)
     sizes = {**SIZES, "s": block * schedule.ring_size}
     rng = np.random.default_rng(block)
     partials = [partial_of(CASES[case], **kw) for case in cases]
@@ -106,6 +117,13 @@ def test_one_term_alone_is_exact(case, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_without_the_barrier_the_values_are_the_same(form):
     check(mesh_of(x=4), ("x",), ALL, 4, form, barrier=False)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize(("two_way", "chains"), [(False, 2), (False, 3), (True, 2), (True, 5)])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_any_number_of_chains_is_exact(n, two_way, chains, unroll):
+    check(mesh_of(x=n), ("x",), ("lhs-free", "batch"), 7, (two_way, unroll), chains=chains)
 
 
 @pytest.mark.parametrize("cases", [("batch",), ALL])
@@ -214,9 +232,9 @@ def test_any_number_of_terms_share_the_permutes_of_one(n, form):
     for cases, block in itertools.product((("lhs-free",), ALL), (1, 4)):
         run, args = build(mesh_of(x=n), ("x",), cases, block, form)
         jaxpr = run.trace(*args).jaxpr
-        halves = 2 if form[0] and block > 1 else 1
-        assert runs(jaxpr, "ppermute") == halves * (n - 1)
-        assert runs(jaxpr, "dot_general") == halves * n * len(cases)
+        chains = 4 if form[0] and block > 1 else 1
+        assert runs(jaxpr, "ppermute") == chains * (n - 1)
+        assert runs(jaxpr, "dot_general") == chains * n * len(cases)
         for name in ("psum", "psum_invariant", "reduce_scatter", "psum_scatter", "all_gather"):
             assert runs(jaxpr, name) == 0
 
@@ -230,31 +248,34 @@ def test_a_rolled_program_does_not_grow_with_the_ring(two_way):
     assert program(5) == program(8) == program(16)
 
 
-def dots_and_permutes(form, n=8):
-    run, args = build(mesh_of(x=n), ("x",), ("lhs-free",), 4, form)
+def dots_and_permutes(form, chains, n=8):
+    run, args = build(mesh_of(x=n), ("x",), ("lhs-free",), 4, form, chains=chains)
     body = ring_body(run.trace(*args).jaxpr)
     dots = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     permutes = [eqn for eqn in body.eqns if eqn.primitive.name == "ppermute"]
     return body, dots, permutes
 
 
-def test_one_way_no_einsum_waits_for_a_permute():
-    body, dots, permutes = dots_and_permutes((False, True))
+def permutes_behind(body, eqn):
+    return [e.params["perm"] for e in ancestors(body, eqn) if e.primitive.name == "ppermute"]
+
+
+def test_one_accumulator_is_waited_for_by_no_einsum():
+    body, dots, permutes = dots_and_permutes((False, True), 1)
     assert (len(dots), len(permutes)) == (8, 7)
-    for eqn in dots:
-        assert all(e.primitive.name != "ppermute" for e in ancestors(body, eqn))
+    assert all(permutes_behind(body, eqn) == [] for eqn in dots)
 
 
-def test_two_way_an_einsum_waits_for_its_own_half_only():
-    body, dots, permutes = dots_and_permutes((True, True))
-    assert (len(dots), len(permutes)) == (16, 14)
-    waits = []
-    for eqn in dots:
-        perms = {e.params["perm"] for e in ancestors(body, eqn) if e.primitive.name == "ppermute"}
-        assert len(perms) <= 1
-        waits.append(sum(e.primitive.name == "ppermute" for e in ancestors(body, eqn)))
-    # Program order alternates the halves: while one is on its way, the other is multiplied.
-    assert waits == [i for i in range(8) for _ in "ab"]
+@pytest.mark.parametrize(("two_way", "chains"), [(True, 4), (True, 2), (False, 2)])
+def test_out_of_phase_an_einsum_waits_for_its_own_accumulator_only(two_way, chains):
+    body, dots, permutes = dots_and_permutes((two_way, True), chains)
+    assert (len(dots), len(permutes)) == (8 * chains, 7 * chains)
+    # All but the last step, where every part also waits for the one before.
+    waits = [permutes_behind(body, eqn) for eqn in dots[:-chains]]
+    assert [len(found) for found in waits] == [i for i in range(7) for _ in range(chains)]
+    assert all(len(set(found)) <= 1 for found in waits)
+    ways = {found[0] for found in waits if found}
+    assert len(ways) == 1 + two_way
 
 
 @pytest.mark.parametrize("form", FORMS)

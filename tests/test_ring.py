@@ -6,10 +6,11 @@ import pytest
 from collmm.ring import (
     Chain,
     gather_chains,
+    gather_permutes,
     permutation,
-    permute_count,
     relabelled,
     scatter_parts,
+    scatter_permutes,
 )
 
 LENGTHS = range(1, 18)
@@ -40,13 +41,13 @@ def test_every_shard_reaches_every_position_once(n, two_way):
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 6])
-@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize(("two_way", "chains"), [(False, 1), (False, 2), (True, 2), (True, 4)])
 @pytest.mark.parametrize("n", LENGTHS)
-def test_every_share_is_added_once_and_ends_at_its_owner(n, two_way, block):
+def test_every_share_is_added_once_and_ends_at_its_owner(n, two_way, chains, block):
     shares = np.random.default_rng(n).integers(-99, 99, (n, n * block))
     result = np.zeros((n, block), int)
     written = np.zeros((n, block), int)
-    for part in scatter_parts(n, two_way, block):
+    for part in scatter_parts(n, two_way, block, chains):
         added = np.zeros((n, n), int)
         acc = [np.zeros(part.size, int)] * n
         for i in range(n):
@@ -70,24 +71,37 @@ def test_offsets_need_one_unsigned_remainder(n):
         for chain in gather_chains(n, two_way):
             offsets = [chain.gathered_offset(i) for i in range(1, chain.sends + 1)]
             assert all(0 <= x <= n for x in offsets)
-        for part in scatter_parts(n, two_way, 4):
+        for part in scatter_parts(n, two_way, 4, 4):
             assert all(0 <= part.chain.scattered_offset(i) <= n for i in range(n))
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_a_gather_sends_n_minus_1_shards_split_evenly_both_ways(n):
-    assert permute_count(n, two_way=False) == permute_count(n, two_way=True) == n - 1
+    for two_way in (False, True):
+        assert sum(chain.sends for chain in gather_chains(n, two_way)) == gather_permutes(n)
+    assert gather_permutes(n) == n - 1
     sends = {chain.shift: chain.sends for chain in gather_chains(n, two_way=True)}
-    assert sends.get(-1, 0) - sends.get(+1, 0) == (n > 0 and n % 2 == 0)
+    assert sends.get(-1, 0) - sends.get(+1, 0) == (n % 2 == 0)
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-def test_a_two_way_reduce_scatter_sends_half_blocks_and_falls_back_on_blocks_of_one(n):
-    assert permute_count(n, two_way=True, block=6) == 2 * (n - 1)
-    assert permute_count(n, two_way=True, block=1) == n - 1
-    assert permute_count(n, two_way=False, block=6) == n - 1
-    first, second = scatter_parts(n, two_way=True, block=5)
-    assert (first.size, second.size, first.chain.shift, second.chain.shift) == (3, 2, +1, -1)
+@pytest.mark.parametrize(
+    ("two_way", "block", "chains", "sizes", "shifts"),
+    [
+        (False, 6, 1, [6], [-1]),
+        (False, 5, 2, [3, 2], [-1, -1]),
+        (True, 5, 2, [3, 2], [+1, -1]),
+        (True, 8, 4, [2, 2, 2, 2], [+1, -1, +1, -1]),
+        (True, 7, 4, [2, 2, 2, 1], [+1, -1, +1, -1]),
+        (True, 3, 4, [1, 1, 1], [+1, -1, +1]),
+        (True, 1, 4, [1], [-1]),
+    ],
+)
+def test_a_block_is_cut_into_parts_that_travel_in_turn(two_way, block, chains, sizes, shifts):
+    parts = scatter_parts(5, two_way, block, chains)
+    assert [part.size for part in parts] == sizes
+    assert [part.chain.shift for part in parts] == shifts
+    assert [part.start for part in parts] == [sum(sizes[:k]) for k in range(len(sizes))]
+    assert scatter_permutes(5, block, chains) == sum(part.chain.sends for part in parts)
 
 
 def test_permutation_is_the_table_of_sends():

@@ -204,9 +204,10 @@ def permute_step_s(ring: Ring, shard_bytes: float, two_way: bool = False) -> flo
 
     Two-way moves half of the shard each way. Torus: the load of the busiest link over ``link``: a
     shard, or half of one on a ring that closes; a line of chips closes through its own reverse
-    links, X-1 hops away, and two-way gains nothing (derived). On an NVLink switch one direction already uses all of a GPU's egress: two gain
-    nothing. Peers: one wire, or two. Nodes: the edge that leaves a node decides: one network
-    interface, or two when it has two members (derived). At least one hop latency.
+    links, X-1 hops away, and two-way gains nothing (derived). On an NVLink switch one direction
+    already uses all of a GPU's egress: two gain nothing. Peers: one wire, or two. Nodes: the edge
+    that leaves a node decides: one network interface, or two when it has two members (derived). At
+    least one hop latency.
     """
     if ring.size == 1:
         return 0.0

@@ -66,9 +66,7 @@ def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip:
     if ring.note:
         notes.append(ring.note)
     time = (
-        collectives.all_gather_s
-        if collective.kind == ALL_GATHER
-        else collectives.reduce_scatter_s
+        collectives.all_gather_s if collective.kind == ALL_GATHER else collectives.reduce_scatter_s
     )
     collective_s = time(ring, collective.bytes)
     slowdown = collectives.slowdown(ring, two_way=schedule.two_way)

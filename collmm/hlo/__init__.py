@@ -1,6 +1,4 @@
-"""Reading optimized HLO text: parsing, collectives and their overlap. Pure Python, no jax."""
+"""Reading optimized HLO text, its collectives, and how they are overlapped. Pure: no jax.
 
-from collmm.hlo.collectives import CollectiveCount, summarize
-from collmm.hlo.parse import Module, parse
-
-__all__ = ["CollectiveCount", "Module", "parse", "summarize"]
+``parse`` reads the text, ``collectives`` counts what it moves, ``audit`` judges the schedule.
+"""

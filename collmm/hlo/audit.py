@@ -6,7 +6,6 @@ transfer on its links, a done waits for the transfer. What the done waits is exp
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,8 @@ from collmm.hlo import cost
 from collmm.hlo.calls import executions
 from collmm.hlo.collectives import Collective
 from collmm.hlo.events import Event, Events, Role
+from collmm.hlo.findings import Finding, Verdict, Work, same_links
 from collmm.hlo.groups import (
-    Groups,
-    Pairs,
     axes_of_groups,
     axes_of_pairs,
     device_groups,
@@ -32,76 +30,6 @@ from collmm.hlo.parse import Module
 # Below this share of its transfer time a collective counts as hidden, above one minus it as
 # exposed: the figures are models, a percent is within what they can tell.
 _TOLERANCE = 0.01
-
-
-class Verdict(enum.Enum):
-    """How a collective fares in the schedule."""
-
-    HIDDEN = "hidden"
-    PARTLY_EXPOSED = "partly-exposed"
-    EXPOSED = "exposed"
-    SERIALISED = "serialised"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Something that runs while a collective is in flight.
-
-    ``seconds`` is the predicted time of one run, all turns of a loop together; None when neither
-    the text nor the caller says. It is a lower bound unless ``complete``: something inside a loop
-    or call had no time. ``cycles`` is the TPU compiler's own estimate.
-    """
-
-    name: str
-    opcode: str
-    seconds: float | None
-    cycles: int | None = None
-    complete: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One collective of the schedule.
-
-    Bytes are per device and per run: ``operand_bytes`` put in, ``result_bytes`` got out, ``bytes``
-    the larger. ``pairs`` are a permute's (source, target) devices, ``groups`` the devices of any
-    other collective. ``source`` is the user's line; for a gathered argument, which has none, that
-    of the work that needs it. ``axes`` are the mesh axes it runs over, None when no mesh was given or the
-    groups are not whole axes; ``shift`` is how far a permute along one axis moves each shard.
-    ``executed`` is how often it runs, None when unknown. ``work`` is what runs between start and
-    done. Times are predicted seconds per run: ``transfer`` from the caller's link model,
-    ``exposed`` what of it no work covers, both None without a link model. ``exposed`` is an upper
-    bound when some of ``work`` has no time. ``because`` says why the verdict, and ``behind`` names
-    the instructions a serialised collective waits for or holds up.
-    """
-
-    kind: str
-    name: str
-    computation: str
-    line: int
-    source: SourceLine | None
-    op_name: str
-    operand_bytes: int
-    result_bytes: int
-    asynchronous: bool
-    executed: int | None
-    groups: Groups = ()
-    pairs: Pairs = ()
-    axes: tuple[str, ...] | None = None
-    shift: int | None = None
-    done: str | None = None
-    work: tuple[Work, ...] = ()
-    transfer: float | None = None
-    exposed: float | None = None
-    verdict: Verdict = Verdict.UNKNOWN
-    because: str = ""
-    behind: tuple[str, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """The larger of what a device puts in and gets out."""
-        return max(self.operand_bytes, self.result_bytes)
 
 
 TransferTime = Callable[[Finding], float]
@@ -150,17 +78,6 @@ def audit(
     return walker.findings
 
 
-def same_links(one: Finding, other: Finding) -> bool:
-    """Whether two collectives use a link in common, going by the devices they join."""
-    if one.pairs and other.pairs:
-        return not set(one.pairs).isdisjoint(other.pairs)
-    first, second = (
-        [set(g) for g in f.groups] or [set(p) for p in f.pairs if p[0] != p[1]]
-        for f in (one, other)
-    )
-    return any(len(a & b) > 1 for a in first for b in second)
-
-
 @dataclass(slots=True)
 class _Flight:
     """A transfer on its way: its finding's place, start, end, and what runs meanwhile."""
@@ -183,7 +100,17 @@ class _Span:
 
 
 class _Walker:
-    def __init__(self, module, mesh_axes, transfer_time, clock_hz, op_time, shares_link):
+    """The state of one audit: the findings so far, in the order the collectives run."""
+
+    def __init__(
+        self,
+        module: Module,
+        mesh_axes: Mapping[str, int] | None,
+        transfer_time: TransferTime | None,
+        clock_hz: float | None,
+        op_time: OpTime | None,
+        shares_link: SharesLink,
+    ):
         self.module = module
         self.mesh_axes = mesh_axes
         self.transfer_time = transfer_time
@@ -278,7 +205,7 @@ class _Walker:
             name=i.name,
             computation=computation.name,
             line=i.line,
-            source=self._source(computation, i, metadata),
+            source=self._source(computation, c, i),
             op_name=op_name(metadata),
             operand_bytes=c.operand_bytes,
             result_bytes=c.result_bytes,
@@ -287,14 +214,26 @@ class _Walker:
         )
         return replace(finding, **self._peers(c))
 
-    def _source(self, computation: Computation, i: Instruction, metadata: str) -> SourceLine | None:
-        """The line of ``i``; a gathered argument has none, then that of the work it is for."""
-        source = self.module.tables.source(metadata)
-        if source is not None:
-            return source
-        for later, depends in _later_work(computation, i):
-            if depends:
-                return self.module.source(later)
+    def _source(self, computation: Computation, c: Collective, i: Instruction) -> SourceLine | None:
+        """The line of ``i``; where it has none, that of the work it is for or comes from."""
+        for own in (i, c.instruction):
+            if (source := self.module.source(own)) is not None:
+                return source
+        after, before = self._user_source(computation, i), self._maker_source(computation, i)
+        makes_sum = c.kind in ("reduce-scatter", "all-reduce")
+        return before or after if makes_sum else after or before
+
+    def _user_source(self, computation: Computation, i: Instruction) -> SourceLine | None:
+        users = (later for later, depends in _later_work(computation, i) if depends)
+        first = next(users, None)
+        return self.module.source(first) if first else None
+
+    def _maker_source(self, computation: Computation, i: Instruction) -> SourceLine | None:
+        """The line of the nearest instruction before, along the last operands, that has one."""
+        while i.operands:
+            i = computation[i.operands[-1]]
+            if (source := self.module.source(i)) is not None:
+                return source
         return None
 
     def _peers(self, c: Collective) -> dict:

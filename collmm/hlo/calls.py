@@ -31,13 +31,15 @@ class Call:
 def calls_from(module: Module, name: str) -> list[Call]:
     """Every call in the computation ``name``, in schedule order."""
     out = []
+    computation = None
     for i in module.matching(name, _CALLS):
         for key, callees in i.called().items():
             if key == "to_apply" and i.opcode not in _CALLERS:
                 continue
             times: int | None = 1
             if i.opcode == "while":
-                times = trip_count(module, module[name], i)
+                computation = computation or module[name]
+                times = trip_count(module, computation, i)
                 if key == "condition" and times is not None:
                     times += 1
             elif i.opcode == "conditional":

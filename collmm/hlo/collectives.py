@@ -150,9 +150,8 @@ def _starts(computation: Computation) -> bool:
 def _result_bytes(computation: Computation, i: Instruction) -> int:
     if not i.opcode.endswith("-start"):
         return i.shape.bytes
-    for done in computation:
-        if done.opcode.endswith("-done") and i.name in done.operands:
-            return done.shape.bytes
+    if (done := computation.done_of(i)) is not None:
+        return done.shape.bytes
     # all-reduce-start has the result's own shape, the others (operands, result, ...).
     shape = i.shape
     if i.opcode == "all-reduce-start" or not shape.is_tuple or len(shape.elements) < 2:

@@ -6,7 +6,6 @@ configuration only when asked for, since most instructions of a large module are
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -91,7 +90,7 @@ class Instruction:
             if found and found[1] != "device_ids":
                 last = found[1]
                 out[last] = part[found.end() :].strip()
-            elif last:  # mesh[...], device_ids=(...) {...} is one value with a comma in it
+            elif last and part:  # mesh[...], device_ids=(...) {...} is one value with a comma in it
                 out[last] += ", " + part
             elif part:
                 raise HloError(f"line {self.line}: expected an attribute 'name=', found {part!r}")
@@ -160,7 +159,16 @@ class Computation:
 
     def after(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instructions that stand after ``instruction``, in schedule order."""
-        return itertools.islice(self.instructions, self._position[instruction.name] + 1, None)
+        for k in range(self._position[instruction.name] + 1, len(self.instructions)):
+            yield self.instructions[k]
+
+    def done_of(self, start: Instruction) -> Instruction | None:
+        """The ``-done`` that reads ``start`` directly; None when there is none here."""
+        return self._dones.get(start.name)
+
+    @cached_property
+    def _dones(self) -> dict[str, Instruction]:
+        return {i.operands[0]: i for i in self if i.opcode.endswith("-done") and i.operands}
 
     @cached_property
     def _position(self) -> dict[str, int]:

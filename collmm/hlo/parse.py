@@ -25,6 +25,8 @@ _HEADER = re.compile(r"(ENTRY )?%?([^\s(%]+) (?:\(|\{)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Text of parsed computations kept at a time, in characters. Objects take about ten times that.
 _KEPT = 4_000_000
+# Files from this many bytes on are mapped; smaller ones are read, and may change afterwards.
+_MAPPED = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class _Span:
 class Module:
     """An HLO module: header attributes, computations by name, and the tables of source lines.
 
+    Attributes: ``name``; ``attrs``, the header's attributes as text; ``entry_name``; ``tables``.
     Computations are parsed when asked for, so ``module[name]`` may raise HloError for a line that
     cannot be read.
     """
@@ -50,6 +53,7 @@ class Module:
         self.tables: StackTables = tables
         self._buffer = buffer
         self._spans = spans
+        self.entry_name = next(n for n, s in spans.items() if s.is_entry)
         self._kept: OrderedDict[str, Computation] = OrderedDict()
         self._kept_size = 0
 
@@ -86,11 +90,6 @@ class Module:
     def entry(self) -> Computation:
         """The entry computation."""
         return self[self.entry_name]
-
-    @property
-    def entry_name(self) -> str:
-        """The name of the entry computation."""
-        return next(n for n, s in self._spans.items() if s.is_entry)
 
     @property
     def is_scheduled(self) -> bool:
@@ -179,6 +178,8 @@ def parse(text_or_path: str | os.PathLike) -> Module:
                     return _index(z.read())
             if path.stat().st_size == 0:
                 raise HloError(f"{path}: line 1: expected 'HloModule <name>', found an empty file")
+            if path.stat().st_size < _MAPPED:
+                return _index(path.read_bytes())
             return _index(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, EOFError) as e:
         raise HloError(f"cannot read {path}: {e}; expected a file of HLO text") from None
@@ -250,7 +251,8 @@ class _Lines:
         start, line = self.at, self.number
         end = self.buffer.find(b"\n}", start - 1)
         if end < 0:
-            last = line + self.buffer[start:].count(b"\n")
+            rest = self.buffer[start:]
+            last = line + rest.count(b"\n") + (not rest.endswith(b"\n") and rest != b"")
             raise HloError(
                 f"line {last}: the text ends inside computation {name} (line {line}); expected a "
                 "line '}'; cut off?"

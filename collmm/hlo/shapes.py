@@ -141,7 +141,8 @@ def _parse_array(text: str) -> Shape:
     return Shape(dtype, tuple(dims), tuple(dynamic), layout or "")
 
 
-_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|,', re.DOTALL)
+# Strings and @mesh<a=2,b=4> are skipped whole; the rest are brackets and commas.
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|@mesh<[^>]*>|[(\[{]|[)\]}]|,', re.DOTALL)
 
 
 def split_top(text: str) -> list[str]:

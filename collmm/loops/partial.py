@@ -55,10 +55,28 @@ class PartialEinsum:
 
     def _dot_general(self, lhs: Array, rhs: Array, preferred: Any | None) -> Array:
         numbers, permutation = self.einsum.to_dot_general()
-        out = lax.dot_general(
-            lhs, rhs, numbers, precision=self.precision, preferred_element_type=preferred
-        )
+
+        def dot(lhs: Array, rhs: Array) -> Array:
+            return lax.dot_general(
+                lhs, rhs, numbers, precision=self.precision, preferred_element_type=preferred
+            )
+
+        if _widens(lhs, rhs, preferred):
+            # XLA's CPU runtime cannot run every dot of half floats into float32 ("Unsupported
+            # element type for DotThunk"); the products of half floats are exact in float32.
+            def wide_dot(lhs: Array, rhs: Array) -> Array:
+                return dot(lhs.astype(preferred), rhs.astype(preferred))
+
+            out = lax.platform_dependent(lhs, rhs, cpu=wide_dot, default=dot)
+        else:
+            out = dot(lhs, rhs)
         return out if permutation is None else lax.transpose(out, permutation)
+
+
+def _widens(lhs: Array, rhs: Array, preferred: Any | None) -> bool:
+    """Whether a dot of half floats gives a wider float."""
+    halves = (jnp.bfloat16, jnp.float16)
+    return preferred == jnp.float32 and lhs.dtype in halves and rhs.dtype in halves
 
 
 def add(total: Array, part: Array) -> Array:

@@ -5,9 +5,9 @@
                                                   acc += dot(lhs[block], rhs[block])
 
 Each step multiplies the slice of the operands that belongs to the block whose accumulator is
-here. One-way, the share does not depend on the accumulator, so that it is multiplied while the
-accumulator is on its way. Two-way, the two halves of every block travel opposite ways, out of
-phase: one accumulator is on its way while the other half's share is multiplied and added.
+here. With one accumulator the share does not wait for it, and is multiplied while it is on its
+way. With several, each for a part of the block and out of phase, some are on their way while the
+others' shares are multiplied and added to them in one go.
 """
 
 from __future__ import annotations
@@ -47,18 +47,11 @@ def einsum_reduce_scatter(terms: Sequence[Term], scatter_dim: int, schedule: Sch
             lhs, rhs, partial = terms[0]
             return partial.dot(lhs, rhs)
         return lax.convert_element_type(_sum_of_terms(terms), out_dtype)
-    parts = scatter_parts(schedule.ring_size, schedule.two_way, block)
+    parts = scatter_parts(schedule.ring_size, schedule.two_way, block, schedule.accumulators)
     ring = _Scatter(schedule, tuple(terms), scatter_dim, block, position(schedule))
     if len(parts) == 1:
-        return lax.convert_element_type(_one_way(ring, parts[0]), out_dtype)
-    halves = _two_way(ring, parts[0], parts[1])
-    result = None
-    for half, part in zip(halves, parts, strict=True):
-        # Two writes into one buffer: a concatenate would copy both halves once more.
-        half = lax.convert_element_type(half, out_dtype)
-        result = put(result, half, scatter_dim, part.start, block)
-    assert result is not None
-    return result
+        return lax.convert_element_type(_one_chain(ring, parts[0]), out_dtype)
+    return _out_of_phase(ring, parts, out_dtype)
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,14 @@ class _Scatter:
     block: int
     pos: Array
 
-    def slices(self, part: Part, i: Any) -> tuple[Term, ...]:
-        """The terms' operands cut to ``part`` of the block to be added at step ``i``."""
+    def start(self, part: Part, i: Any) -> Array:
+        """Where ``part`` of the block to be added at step ``i`` starts."""
         n = self.schedule.ring_size
         start = shard_start(self.pos, part.chain.scattered_offset(i), n, self.block)
-        start = start + start.dtype.type(part.start)
+        return start + start.dtype.type(part.start)
+
+    def share(self, part: Part, start: Array) -> Array:
+        """This device's share of the part at ``start``; depends on no accumulator."""
         cut = []
         for lhs, rhs, partial in self.terms:
             einsum = partial.einsum
@@ -85,71 +81,107 @@ class _Scatter:
             if label in einsum.rhs:
                 rhs = take(rhs, einsum.rhs.index(label), start, part.size)
             cut.append((lhs, rhs, partial))
-        return tuple(cut)
+        return _sum_of_terms(cut)
 
-    def share(self, part: Part, i: Any) -> Array:
-        """This device's share of the block at step ``i``; depends on no accumulator."""
-        return _sum_of_terms(self.slices(part, i))
+    def send(self, acc: Array, part: Part) -> Array:
+        """Send the accumulator of ``part`` on."""
+        return send(acc, part.chain, self.schedule)
 
-    def add_overlapped(self, acc: Array, part: Part, i: Any) -> Array:
-        """Send the accumulator while the share is multiplied, then add."""
-        arrived = send(acc, part.chain, self.schedule)
-        share = self.share(part, i)
+    def add_apart(self, arrived: Array, part: Part, i: Any) -> Array:
+        """Add a share that was multiplied while the accumulator was on its way."""
+        share = self.share(part, self.start(part, i))
         if self.schedule.barrier:
             # Else a compiler may fold the add into the multiplication, which then waits.
             share = lax.optimization_barrier(share)
         return add(arrived, share)
 
-    def add_arrived(self, arrived: Array, part: Part, i: Any) -> Array:
-        """Multiply and add once the accumulator is here, so that the add fuses and costs nothing.
+    def add_fused(
+        self, arrived: Array, part: Part, i: Any, after: Array | None = None
+    ) -> tuple[Array, Array | None]:
+        """Multiply and add once the accumulator is here: the add fuses and costs no pass.
 
-        It fuses only if it does not read the permute itself, which the barrier hides.
+        Given ``after``, not before that value is there either; it is handed back for use.
         """
-        cut = self.slices(part, i)
+        start = self.start(part, i)
         if self.schedule.barrier:
-            operands = tuple((lhs, rhs) for lhs, rhs, _ in cut)
-            arrived, operands = lax.optimization_barrier((arrived, operands))
-            cut = tuple(
-                (lhs, rhs, partial)
-                for (lhs, rhs), (_, _, partial) in zip(operands, cut, strict=True)
-            )
-        return add(arrived, _sum_of_terms(cut))
+            # The slice's start waits, not the slice, so that the slice still fuses as well.
+            arrived, start, after = lax.optimization_barrier((arrived, start, after))
+            if arrived.dtype == jnp.float32:
+                # Changes no number. TPU's compiler fuses no add that reads a permute directly.
+                arrived = lax.reduce_precision(arrived, 8, 23)
+        return add(arrived, self.share(part, start)), after
 
 
-def _one_way(ring: _Scatter, part: Part) -> Array:
+def _one_chain(ring: _Scatter, part: Part) -> Array:
     """n steps; the first makes the accumulator, each of the others sends and adds."""
+
+    def step(i: Any, acc: Array) -> Array:
+        return ring.add_apart(ring.send(acc, part), part, i)
+
     n = ring.schedule.ring_size
-    acc = ring.share(part, 0)
-    if ring.schedule.unroll:
-        for i in range(1, n):
-            acc = ring.add_overlapped(acc, part, i)
-        return acc
-    return lax.fori_loop(1, n, lambda i, acc: ring.add_overlapped(acc, part, i), acc)
+    acc = ring.share(part, ring.start(part, 0))
+    if not ring.schedule.unroll:
+        return lax.fori_loop(1, n, step, acc)
+    for i in range(1, n):
+        acc = step(i, acc)
+    return acc
 
 
-def _two_way(ring: _Scatter, a: Part, b: Part) -> tuple[Array, Array]:
-    """Half a is one half-step ahead: it travels while b is multiplied, and the reverse."""
-    schedule, n = ring.schedule, ring.schedule.ring_size
+_Arrays = tuple[Array, ...]
 
-    def step(i: Any, acc_a: Array, arrived_b: Array) -> tuple[Array, Array]:
-        arrived_a = send(acc_a, a.chain, schedule)
-        acc_b = ring.add_arrived(arrived_b, b, i)
-        arrived_b = send(acc_b, b.chain, schedule)
-        return ring.add_arrived(arrived_a, a, i + 1), arrived_b
 
-    # Peeled: b has no accumulator before its first share, and nothing to send after its last.
-    acc_a = ring.share(a, 0)
-    arrived_a = send(acc_a, a.chain, schedule)
-    arrived_b = send(ring.share(b, 0), b.chain, schedule)
-    acc_a = ring.add_arrived(arrived_a, a, 1)
-    if schedule.unroll:
-        for i in range(1, n - 1):
-            acc_a, arrived_b = step(i, acc_a, arrived_b)
-    elif n > 2:
-        acc_a, arrived_b = lax.fori_loop(
-            1, n - 1, lambda i, carry: step(i, *carry), (acc_a, arrived_b)
-        )
-    return acc_a, ring.add_arrived(arrived_b, b, n - 1)
+def _out_of_phase(ring: _Scatter, parts: tuple[Part, ...], out_dtype: Any) -> Array:
+    """Two groups of chains: one is on its way while the other is multiplied, and the reverse.
+
+    Group a is half a step ahead. Peeled off the loop: the first step, before which nothing has
+    arrived, and the last, after which nothing is sent.
+    """
+    n, half = ring.schedule.ring_size, (len(parts) + 1) // 2
+    a, b = parts[:half], parts[half:]
+
+    def send_all(accs: _Arrays, group: tuple[Part, ...]) -> _Arrays:
+        return tuple(ring.send(acc, part) for acc, part in zip(accs, group, strict=True))
+
+    def first(group: tuple[Part, ...]) -> _Arrays:
+        return send_all(tuple(ring.share(part, ring.start(part, 0)) for part in group), group)
+
+    def add_all(arrived: _Arrays, group: tuple[Part, ...], i: Any) -> _Arrays:
+        pairs = zip(arrived, group, strict=True)
+        return tuple(ring.add_fused(acc, part, i)[0] for acc, part in pairs)
+
+    def step(i: Any, carry: tuple[_Arrays, _Arrays]) -> tuple[_Arrays, _Arrays]:
+        accs_a, arrived_b = carry
+        arrived_a = send_all(accs_a, a)
+        arrived_b = send_all(add_all(arrived_b, b, i), b)
+        return add_all(arrived_a, a, i + 1), arrived_b
+
+    arrived_a, arrived_b = first(a), first(b)
+    if n > 2:
+        carry = add_all(arrived_a, a, 1), arrived_b
+        if not ring.schedule.unroll and n > 3:
+            carry = lax.fori_loop(1, n - 2, step, carry)
+        else:
+            for i in range(1, n - 2):
+                carry = step(i, carry)
+        accs_a, arrived_b = carry
+        arrived_a = send_all(accs_a, a)
+        arrived_b = send_all(add_all(arrived_b, b, n - 2), b)
+    return _finish(ring, parts, (*arrived_a, *arrived_b), out_dtype)
+
+
+def _finish(ring: _Scatter, parts: tuple[Part, ...], arrived: _Arrays, out_dtype: Any) -> Array:
+    """The last step of every chain, rounded and written into one buffer.
+
+    A concatenate would copy every part once more. Each part waits for the one before, or the
+    scheduler may wait for all the permutes first and multiply then.
+    """
+    last, result = ring.schedule.ring_size - 1, None
+    for acc, part in zip(arrived, parts, strict=True):
+        acc, result = ring.add_fused(acc, part, last, result)
+        block = lax.convert_element_type(acc, out_dtype)
+        result = put(result, block, ring.dim, part.start, ring.block)
+    assert result is not None
+    return result
 
 
 def _sum_of_terms(terms: Sequence[Term]) -> Array:

@@ -1,6 +1,6 @@
 """What programs are compiled for: cpu, TPU and GPU targets. Importing this never imports jax."""
 
-from collmm.targets.environment import environment
+from collmm.targets.environment import apply_environment, environment
 from collmm.targets.guard import guarded
 from collmm.targets.listing import TargetRow, list_targets
 from collmm.targets.names import TargetName, parse_name
@@ -12,6 +12,7 @@ __all__ = [
     "Target",
     "TargetName",
     "TargetRow",
+    "apply_environment",
     "environment",
     "guarded",
     "list_targets",

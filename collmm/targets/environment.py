@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 
 from collmm.targets.names import parse_name
@@ -44,6 +45,18 @@ def environment(target: str, current: Mapping[str, str] | None = None) -> dict[s
         return result
     wanted = {**_QUIET, **(_TPU if name.kind == "tpu" else {})}
     return {**result, **{key: value for key, value in wanted.items() if key not in current}}
+
+
+def apply_environment(target: str) -> None:
+    """Set what ``environment`` gives, for this process.
+
+    Also of use when jax is imported already, as long as it has not looked for devices: its
+    configuration, read from ``JAX_PLATFORMS`` at import, is then brought up to date.
+    """
+    os.environ.update(environment(target))
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def compiler_defaults(kind: str) -> dict[str, str]:

@@ -34,12 +34,13 @@ GPU_OPTIONS = (
         "with no device to time kernels on, a Triton GEMM would get a default tile",
         without_hardware=True,
     ),
-    CompilerOption(
-        "xla_gpu_collect_cost_model_stats",
-        True,
-        "writes exec_time_us beside each kernel, from which the audit takes its times",
-        without_hardware=True,
-    ),
+)
+GPU_STATS = CompilerOption(
+    "xla_gpu_collect_cost_model_stats",
+    True,
+    "writes exec_time_us beside each kernel; XLA has the table for it on Hopper only, and fails "
+    "to compile for others with it",
+    without_hardware=True,
 )
 
 _WINDOWED = "the compiler's own decomposition of this collective and its einsum is off"
@@ -49,12 +50,17 @@ TPU_UNDECOMPOSED = (
 )
 
 
-def options_for(kind: str) -> tuple[CompilerOption, ...]:
-    """The options to set for programs collmm rewrote. TPU: none, its compiler leaves rings be."""
-    return GPU_OPTIONS if kind == "gpu" else ()
+def options_for(kind: str, timed: bool) -> tuple[CompilerOption, ...]:
+    """The options to set for programs collmm rewrote. TPU: none, its compiler leaves rings be.
+
+    ``timed``: whether XLA can estimate this GPU's kernel times.
+    """
+    if kind != "gpu":
+        return ()
+    return (*GPU_OPTIONS, GPU_STATS) if timed else GPU_OPTIONS
 
 
-def baseline_for(kind: str, decomposition: str) -> tuple[CompilerOption, ...]:
+def baseline_for(kind: str, timed: bool, decomposition: str) -> tuple[CompilerOption, ...]:
     """The options to compile an original program with, to compare against.
 
     ``decomposition``: ``"off"`` turns the compiler's own decomposition off, ``"default"`` leaves it
@@ -65,7 +71,7 @@ def baseline_for(kind: str, decomposition: str) -> tuple[CompilerOption, ...]:
         raise OptionError(f"decomposition is {decomposition!r}; it must be 'off' or 'default'")
     if kind == "tpu":
         return TPU_UNDECOMPOSED if decomposition == "off" else ()
-    return tuple(option for option in options_for(kind) if option.without_hardware)
+    return tuple(option for option in options_for(kind, timed) if option.without_hardware)
 
 
 def as_dict(options: tuple[CompilerOption, ...]) -> dict[str, Value]:

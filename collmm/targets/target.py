@@ -98,9 +98,19 @@ class Target:
         return ""
 
     @property
+    def timed(self) -> bool:
+        """Whether the compiler writes its own time estimates into the compiled text.
+
+        TPU: ``estimated_cycles``. GPU: ``exec_time_us``, on Hopper only. cpu: none.
+        """
+        if self.kind == "gpu":
+            return DEVICES[self.parsed.model].major == 9
+        return self.kind == "tpu"
+
+    @property
     def options(self) -> tuple[CompilerOption, ...]:
         """The options for programs collmm rewrote, with their reasons."""
-        return options_for(self.kind)
+        return options_for(self.kind, self.timed)
 
     @property
     def compiler_options(self) -> dict[str, Value]:
@@ -118,7 +128,7 @@ class Target:
         ``decomposition``: ``"off"`` turns the compiler's own decomposition off, ``"default"``
         leaves it as shipped; anything else raises OptionError. They differ on TPU only.
         """
-        return as_dict(baseline_for(self.kind, decomposition))
+        return as_dict(baseline_for(self.kind, self.timed, decomposition))
 
     def require_compiler(self) -> None:
         """Raise TargetError, naming what to install, where this target cannot be compiled for."""
@@ -240,20 +250,37 @@ class Target:
         return self.kind != "tpu" or self._arrange(devices, sizes) is not None
 
     def ring(
-        self, mesh: jax.sharding.Mesh, axes: str | Sequence[str], basis: Basis = "achievable"
+        self,
+        mesh: jax.sharding.Mesh,
+        axes: str | Sequence[str],
+        order: Sequence[int] | None = None,
+        basis: Basis = "achievable",
     ) -> Ring:
         """The ring of devices along mesh ``axes`` on this target's links, for the cost model.
 
-        ``mesh`` is one that ``mesh`` made. A TPU ring knows which torus axes it spans, whether they
-        wrap and how its device order loads the links. A cpu's is one torus axis of the fallback.
+        ``mesh`` is one that ``mesh`` made; ``order`` the order in which the ring visits the
+        members, that of the mesh without. A TPU ring knows which torus axes it spans, whether they
+        wrap and how its order loads the links. A cpu's is one torus axis of the fallback.
         """
-        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        members = rings.groups(mesh.devices, tuple(mesh.axis_names), wanted)
+        members = rings.groups(mesh.devices, tuple(mesh.axis_names), _names(axes))
+        if order is not None:
+            members = members[:, list(order)]
         if self.hardware is None:
             return torus_ring(self.fallback, [members.shape[1]], basis=basis)
         if self.kind == "gpu":
             return rings.gpu_ring_of(self.hardware, members, basis)
         return rings.tpu_ring_of(self.hardware, self.shape, self.wrap, members, basis)
+
+    def ring_order(self, mesh: jax.sharding.Mesh, axes: str | Sequence[str]) -> list[int]:
+        """The order in which a permute ring over mesh ``axes`` should visit its members.
+
+        Indices along the axes, row by row; the mesh's own order wherever no other loads the links
+        less, and always on GPU and cpu.
+        """
+        members = rings.groups(mesh.devices, tuple(mesh.axis_names), _names(axes))
+        if self.kind != "tpu":
+            return list(range(members.shape[1]))
+        return rings.ring_order(self.shape, self.wrap, members)
 
     def compile(
         self, lowered: jax.stages.Lowered, options: Mapping[str, Value] | None = None
@@ -277,6 +304,10 @@ class Target:
                 line = str(error).splitlines()[0]
                 raise TargetError(f"{self.name}: this compiler lacks an option: {line}") from error
             raise
+
+
+def _names(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:

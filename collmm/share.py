@@ -1,0 +1,228 @@
+"""Share rings: one ring for all einsums of one gathered value, one for all summed and scattered.
+
+Before::
+
+    q = all_gather_einsum[dim=1 ...] x wq
+    k = all_gather_einsum[dim=1 ...] x wk
+    a = einsum_reduce_scatter[...] dq wq
+    b = einsum_reduce_scatter[...] dk wk
+    dx = add_any a b
+
+after::
+
+    q k = all_gather_einsum[dim=1 ...] x wq wk
+    dx = einsum_reduce_scatter[...] dq wq dk wk
+
+Einsums join a ring only if they gather the same value in the same way, and if the later one's
+local operand can be had at the place of the earlier one: cheap elementwise equations are moved up
+for that, nothing else is. A sum joins only when its parts have no other reader.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+from collmm import _jax
+from collmm.primitives import all_gather_einsum_p, einsum_reduce_scatter_p
+
+# Equations that may be computed earlier than they stand: they cost next to nothing to keep.
+_MOVABLE = frozenset(
+    {
+        "convert_element_type",
+        "transpose",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "sharding_constraint",
+        "reshard",
+        "copy",
+        "slice",
+        "mul",
+        "add",
+        "sub",
+        "neg",
+        "dynamic_slice",
+    }
+)
+# Equations of one operand that give the same value whenever they are computed.
+_CANONICAL = frozenset({"convert_element_type", "sharding_constraint", "reshape", "transpose"})
+_ADDS = ("add_any", "add")
+
+
+def share_rings(jaxpr: Any) -> Any:
+    """Return ``jaxpr`` with rings shared, in its sub-jaxprs too."""
+    eqns = []
+    for eqn in jaxpr.eqns:
+        new = {
+            (key, index): share_rings(_jax.open_jaxpr(sub))
+            for key, index, sub in _jax.jaxprs_in(eqn)
+            if _has_rings(_jax.open_jaxpr(sub))
+        }
+        eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
+    eqns = _join_gathers(eqns)
+    eqns = _join_sums(eqns, jaxpr.outvars)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _has_rings(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive in (all_gather_einsum_p, einsum_reduce_scatter_p)
+        or any(_has_rings(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+# --- one gathered value ---
+
+
+def _join_gathers(eqns: list[Any]) -> list[Any]:
+    names = _canonical_names(eqns)
+    groups: dict[Any, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive is all_gather_einsum_p:
+            groups.setdefault(_gather_key(eqn, names), []).append(i)
+    for group in groups.values():
+        left = group
+        while len(left) > 1:
+            left = _join_first(eqns, left)
+        _join_late(eqns, [i for i in group if not isinstance(eqns[i], list)])
+    return [eqn for entry in eqns for eqn in _as_list(entry)]
+
+
+def _gather_key(eqn: Any, names: dict[Any, Any]) -> Any:
+    p = eqn.params
+    source = names.get(eqn.invars[0], eqn.invars[0])
+    return source, p["gathered_spec"], p["dim"], p["schedule"], p["mesh"]
+
+
+def _join_first(eqns: list[Any], group: list[int]) -> list[int]:
+    """Join to the first of ``group`` all that can; return those that could not."""
+    first, rest = group[0], []
+    members, moved = [first], []
+    made = {v: i for i, e in enumerate(eqns) if not isinstance(e, list) for v in e.outvars}
+    for other in group[1:]:
+        needed = _needed(eqns, made, eqns[other].invars[1:], first, set(members))
+        if needed is None:
+            rest.append(other)
+        else:
+            members.append(other)
+            moved += [i for i in needed if i not in moved]
+    if len(members) > 1:
+        joined = _joined_gather([eqns[i] for i in members])
+        before = [eqns[i] for i in sorted(moved)]
+        for i in (*moved, *members[1:]):
+            eqns[i] = []
+        eqns[first] = [*before, joined]
+    return rest
+
+
+def _join_late(eqns: list[Any], group: list[int]) -> None:
+    """Join each of ``group`` to the next one if nothing reads its results before that one."""
+    for i, later in pairwise(group):
+        made = set(eqns[i].outvars)
+        between = [e for entry in eqns[i + 1 : later + 1] for e in _as_list(entry)]
+        if not any(v in made for e in between for v in e.invars if not _is_literal(v)):
+            eqns[later] = _joined_gather([eqns[i], eqns[later]])
+            eqns[i] = []
+
+
+def _as_list(entry: Any) -> list[Any]:
+    return entry if isinstance(entry, list) else [entry]
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _jax.Literal)
+
+
+def _needed(
+    eqns: list[Any], made: dict[Any, int], atoms: Any, first: int, members: set[int]
+) -> list[int] | None:
+    """Return the equations after ``first`` that ``atoms`` need; None if one cannot be moved."""
+    needed: set[int] = set()
+    todo = list(atoms)
+    while todo:
+        atom = todo.pop()
+        i = None if _is_literal(atom) else made.get(atom)
+        if i is None or i < first or i in needed:
+            continue
+        eqn = eqns[i]
+        if i in members or isinstance(eqn, list):
+            return None
+        if eqn.primitive.name not in _MOVABLE or eqn.effects:
+            return None
+        needed.add(i)
+        todo += eqn.invars
+    return sorted(needed)
+
+
+def _joined_gather(eqns: list[Any]) -> Any:
+    first = eqns[0]
+    params = dict(first.params, uses=tuple(u for e in eqns for u in e.params["uses"]))
+    invars = [first.invars[0], *(v for e in eqns for v in e.invars[1:])]
+    outvars = [v for e in eqns for v in e.outvars]
+    return first.replace(invars=invars, outvars=outvars, params=params)
+
+
+def _canonical_names(eqns: list[Any]) -> dict[Any, Any]:
+    """Return, per variable, the first variable that is known to hold the same value."""
+    names: dict[Any, Any] = {}
+    seen: dict[Any, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive.name not in _CANONICAL or len(eqn.invars) != 1:
+            continue
+        (source,) = eqn.invars
+        if _is_literal(source):
+            continue
+        key = (eqn.primitive.name, names.get(source, source), str(eqn.params))
+        (out,) = eqn.outvars
+        names[out] = seen.setdefault(key, out)
+    return names
+
+
+# --- one scattered sum ---
+
+
+def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
+    readers = Counter(v for e in eqns for v in e.invars if not _is_literal(v))
+    readers.update(v for v in outvars if not _is_literal(v))
+    rings: dict[Any, int] = {}  # result variable -> index of the equation that makes it
+    result = list(eqns)
+    for i, eqn in enumerate(eqns):
+        if eqn.primitive is einsum_reduce_scatter_p:
+            rings[eqn.outvars[0]] = i
+        elif eqn.primitive.name in _ADDS:
+            parts = [rings.get(v) if readers[v] == 1 else None for v in _variables(eqn)]
+            if len(parts) != 2 or None in parts or parts[0] == parts[1]:
+                continue
+            a, b = (result[k] for k in parts)
+            if _sum_key(a) != _sum_key(b):
+                continue
+            result[i] = _joined_sum(a, b, eqn.outvars)
+            for k in parts:
+                result[k] = None
+            rings[eqn.outvars[0]] = i
+    return [eqn for eqn in result if eqn is not None]
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not _is_literal(v)]
+
+
+def _sum_key(eqn: Any) -> Any:
+    """What two scattered sums must have in common to be one."""
+    p = eqn.params
+    term = p["terms"][0]
+    einsum = term.partial.einsum
+    specs = dict(zip((*einsum.lhs, *einsum.rhs), (*term.lhs_spec, *term.rhs_spec), strict=True))
+    summed = frozenset(a for label in einsum.contracting for a in specs[label])
+    base = tuple(specs[label] for label in einsum.out)
+    dtype = term.partial.out_dtype
+    return p["out_spec"], p["dim"], p["schedule"], p["mesh"], summed, base, str(dtype)
+
+
+def _joined_sum(a: Any, b: Any, outvars: Any) -> Any:
+    params = dict(a.params, terms=(*a.params["terms"], *b.params["terms"]))
+    return a.replace(invars=[*a.invars, *b.invars], outvars=list(outvars), params=params)
