@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pathlib
@@ -39,7 +38,8 @@ def dump_if_asked(overlapped: Any, plan: Plan, args: tuple, kwargs: dict) -> Non
         return
     _dumped[id(plan)] = plan
     try:
-        folder = _new_folder(pathlib.Path(root), re.sub(r"\W+", "_", plan.program) or "fn")
+        name = re.sub(r"\W+", "_", plan.program or getattr(overlapped, "__name__", "fn"))
+        folder = _new_folder(pathlib.Path(root), name)
         write(folder, texts(plan, overlapped, args, kwargs))
     except Exception as e:
         # Also what the compiler raises on the original program: the user's own call comes after.
@@ -117,12 +117,12 @@ def _forms(fn: Any, args: tuple, kwargs: dict, compile_: Callable) -> Iterator[t
 
 
 def _new_folder(root: pathlib.Path, name: str) -> pathlib.Path:
-    # Other processes of the same program may look for a folder at the same time.
-    for number in itertools.count():
+    number = 0
+    while True:
+        # Not looked up first: other processes of the same program may be here at the same time.
         folder = root / f"{name}.{number}"
         try:
             make_folder(folder, exist_ok=False)
+            return folder
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError
+            number += 1

@@ -110,7 +110,7 @@ def literal_mesh(path: str | os.PathLike) -> dict[str, int] | None:
 
     Raises ProgramError when the file cannot be read or is not Python.
     """
-    tree = _parsed(pathlib.Path(path))
+    tree, _ = _compiled(pathlib.Path(path))
     found = None
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -139,13 +139,14 @@ def describe(value: Any) -> str:
 # --- reading and running ---
 
 
-def _parsed(path: pathlib.Path) -> ast.Module:
+def _compiled(path: pathlib.Path) -> tuple[ast.Module, types.CodeType]:
     try:
         source = path.read_bytes()
     except OSError as e:
         raise ProgramError(f"cannot read {path}: {e.strerror}; name a program file") from None
     try:
-        return ast.parse(source, str(path.absolute()))
+        tree = ast.parse(source)
+        return tree, compile(tree, str(path.absolute()), "exec", dont_inherit=True)
     except SyntaxError as e:
         where = f" (line {e.lineno})" if e.lineno else ""
         raise ProgramError(f"{path} is not Python: {e.msg}{where}") from None
@@ -154,7 +155,7 @@ def _parsed(path: pathlib.Path) -> ast.Module:
 
 
 def _run(path: pathlib.Path) -> types.ModuleType:
-    code = compile(_parsed(path), str(path.absolute()), "exec", dont_inherit=True)
+    _, code = _compiled(path)
     # A name of its own: the file may be called what a module that it imports is called.
     module = types.ModuleType(f"collmm_program_{path.stem}")
     module.__file__ = str(path.absolute())

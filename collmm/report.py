@@ -1,12 +1,13 @@
-"""Plans as text and as JSON. Pure: nothing of jax is imported."""
+"""Plans and collectives as text and as JSON. Pure: nothing of jax is imported."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collmm.hlo.collectives import CollectiveCount
     from collmm.plan import Decision, Plan
 
 
@@ -74,6 +75,44 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "rewritten": len(plan.rewritten),
         "sites": [_decision_json(d) for d in plan.decisions],
     }
+
+
+def collectives_table(
+    before: Mapping[str, CollectiveCount], after: Mapping[str, CollectiveCount]
+) -> str:
+    """Return the collectives of two optimized programs, one line per kind.
+
+    The columns for each: instructions in the text, how often they run in one call, and the bytes
+    per device that all those runs move (gathered, or before the reduction). ``?`` where a loop
+    does not say how often it runs.
+    """
+    headers = ("collective", "before", "runs", "bytes", "after", "runs", "bytes")
+    kinds = [*before, *(k for k in after if k not in before)]
+    rows = [(kind, *_count(before.get(kind)), *_count(after.get(kind))) for kind in kinds]
+    if not rows:
+        return "no collectives, before or after"
+    return table(headers, rows)
+
+
+def collectives_json(counts: Mapping[str, CollectiveCount]) -> dict[str, dict[str, int | None]]:
+    """Return {kind: {count, bytes, executed, executed_bytes}}; None where that is unknown."""
+    return {
+        kind: {
+            "count": c.count,
+            "bytes": c.bytes,
+            "executed": c.executed,
+            "executed_bytes": c.executed_bytes,
+        }
+        for kind, c in counts.items()
+    }
+
+
+def _count(c: CollectiveCount | None) -> tuple[str, str, str]:
+    if c is None:
+        return "-", "-", "-"
+    if c.executed is None or c.executed_bytes is None:
+        return str(c.count), "?", "?"
+    return str(c.count), str(c.executed), human_bytes(c.executed_bytes)
 
 
 def _where(d: Decision) -> str:

@@ -21,7 +21,6 @@ for that, nothing else is. A sum joins only when its parts have no other reader.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 from collmm import _jax
@@ -79,17 +78,27 @@ def _has_rings(jaxpr: Any) -> bool:
 
 
 def _join_gathers(eqns: list[Any]) -> list[Any]:
+    eqns = list(eqns)
+    for group in _gathers_by_source(eqns):
+        while len(group) > 1:
+            group = _join_first(eqns, group)
+    eqns = _flat(eqns)
+    for group in _gathers_by_source(eqns):
+        _join_late(eqns, group)
+    return _flat(eqns)
+
+
+def _gathers_by_source(eqns: list[Any]) -> list[list[int]]:
     names = _canonical_names(eqns)
     groups: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
         if eqn.primitive is all_gather_einsum_p:
             groups.setdefault(_gather_key(eqn, names), []).append(i)
-    for group in groups.values():
-        left = group
-        while len(left) > 1:
-            left = _join_first(eqns, left)
-        _join_late(eqns, [i for i in group if not isinstance(eqns[i], list)])
-    return [eqn for entry in eqns for eqn in _as_list(entry)]
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _flat(entries: list[Any]) -> list[Any]:
+    return [eqn for entry in entries for eqn in _as_list(entry)]
 
 
 def _gather_key(eqn: Any, names: dict[Any, Any]) -> Any:
@@ -120,13 +129,33 @@ def _join_first(eqns: list[Any], group: list[int]) -> list[int]:
 
 
 def _join_late(eqns: list[Any], group: list[int]) -> None:
-    """Join each of ``group`` to the next one if nothing reads its results before that one."""
-    for i, later in pairwise(group):
-        made = set(eqns[i].outvars)
-        between = [e for entry in eqns[i + 1 : later + 1] for e in _as_list(entry)]
-        if not any(v in made for e in between for v in e.invars if not _is_literal(v)):
-            eqns[later] = _joined_gather([eqns[i], eqns[later]])
-            eqns[i] = []
+    """Join each of ``group`` to the next one where only cheap equations read it before that."""
+    later = group[-1]
+    for i in reversed(group[:-1]):
+        readers = _cheap_readers(eqns, i, later)
+        if readers is None:
+            later = i
+            continue
+        joined, *rest = _as_list(eqns[later])
+        after = [e for k in readers for e in _as_list(eqns[k])]
+        eqns[later] = [_joined_gather([eqns[i], joined]), *after, *rest]
+        for k in (i, *readers):
+            eqns[k] = []
+
+
+def _cheap_readers(eqns: list[Any], first: int, last: int) -> list[int] | None:
+    """Return what stands between and depends on ``first``; None if it cannot wait for ``last``."""
+    made = set(eqns[first].outvars)
+    readers = []
+    for k in range(first + 1, last + 1):
+        entry = _as_list(eqns[k])
+        if not any(v in made for e in entry for v in e.invars if not _is_literal(v)):
+            continue
+        if k == last or any(e.primitive.name not in _MOVABLE or e.effects for e in entry):
+            return None
+        readers.append(k)
+        made.update(v for e in entry for v in e.outvars)
+    return readers
 
 
 def _as_list(entry: Any) -> list[Any]:

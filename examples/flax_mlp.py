@@ -34,8 +34,11 @@ from jax.sharding import PartitionSpec as P
 
 import collmm
 
+MESH = {"data": 2, "model": 4}
+CONTEXT = 8  # bytes that the model sees for each one it predicts
+
 _API = flags.DEFINE_enum("api", "linen", ["linen", "nnx"], "Which API of flax to use.")
-_STEPS = flags.DEFINE_integer("steps", 30, "Optimizer steps.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 30, "Optimizer steps.", lower_bound=2)
 _LAYERS = flags.DEFINE_integer("layers", 2, "Blocks of the model.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Width of the residual stream.", lower_bound=8)
 _BATCH = flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1)
@@ -48,9 +51,10 @@ _POLICY = flags.DEFINE_enum(
     "Which einsums collmm rewrites. These are too small for 'auto' to expect a gain.",
 )
 _SHOW_PLAN = flags.DEFINE_bool("show_plan", False, "Print the plan, one line per einsum.")
+side_by_side.require_multiple("batch", of=MESH["data"])
+side_by_side.require_multiple("length", of=MESH["model"])
+side_by_side.require_multiple("width", of=MESH["data"])
 
-MESH = {"data": 2, "model": 4}
-CONTEXT = 8  # bytes that the model sees for each one it predicts
 
 # What the logical axes of the model are on the mesh.
 RULES = (
@@ -64,6 +68,7 @@ RULES = (
 RESIDUAL = ("batch", "length", "embed")
 HIDDEN = ("batch", None, "mlp")
 LOGITS = ("batch", None, "vocabulary")
+EMBEDDING = ("vocabulary", "weight_embed")
 UP = ("weight_embed", "mlp")
 DOWN = ("mlp", "weight_embed")
 
@@ -107,14 +112,11 @@ class LinenMlp(linen.Module):
     def __call__(self, tokens):
         logical, constrain = linen.with_logical_partitioning, linen.with_logical_constraint
         embed = linen.Embed(
-            text_data.VOCABULARY, self.width, embedding_init=logical(normal, (None, None))
+            text_data.VOCABULARY, self.width, embedding_init=logical(normal, EMBEDDING)
         )
-        x = constrain(embed(contexts(tokens)), ("batch", "length", None, "embed"))
-        x = linen.DenseGeneral(
-            self.width,
-            axis=(-2, -1),
-            use_bias=False,
-            kernel_init=logical(lecun, (None, "embed", "weight_embed")),
+        x = constrain(concatenated(embed(contexts(tokens))), RESIDUAL)
+        x = linen.Dense(
+            self.width, use_bias=False, kernel_init=logical(lecun, ("embed", "weight_embed"))
         )(x)
         x = constrain(x, RESIDUAL)
         for _ in range(self.layers):
@@ -188,14 +190,13 @@ class NnxMlp(nnx.Module):
     def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
         logical = nnx.with_partitioning
         self.embed = nnx.Embed(
-            text_data.VOCABULARY, width, embedding_init=logical(normal, (None, None)), rngs=rngs
+            text_data.VOCABULARY, width, embedding_init=logical(normal, EMBEDDING), rngs=rngs
         )
-        self.first = nnx.LinearGeneral(
-            (CONTEXT, width),
+        self.first = nnx.Linear(
+            CONTEXT * width,
             width,
-            axis=(-2, -1),
             use_bias=False,
-            kernel_init=logical(lecun, (None, "embed", "weight_embed")),
+            kernel_init=logical(lecun, ("embed", "weight_embed")),
             rngs=rngs,
         )
         self.blocks = nnx.List([NnxBlock(width, rngs) for _ in range(layers)])
@@ -209,7 +210,7 @@ class NnxMlp(nnx.Module):
         )
 
     def __call__(self, tokens):
-        x = constrain_nnx(self.embed(contexts(tokens)), ("batch", "length", None, "embed"))
+        x = constrain_nnx(concatenated(self.embed(contexts(tokens))), RESIDUAL)
         x = constrain_nnx(self.first(x), RESIDUAL)
         for block in self.blocks:
             x = block(x)
@@ -250,6 +251,11 @@ def contexts(tokens: jax.Array) -> jax.Array:
     return jnp.stack([tokens[:, i : i + n] for i in range(CONTEXT)], axis=-1)
 
 
+def concatenated(x: jax.Array) -> jax.Array:
+    """Return [batch, length, CONTEXT, width] as [batch, length, CONTEXT * width]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
@@ -259,17 +265,16 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     mesh = side_by_side.device_mesh(**MESH)
     jax.set_mesh(mesh)
-    text = text_data.topics()
-    windows = text_data.windows(text, _BATCH.value, _LENGTH.value + CONTEXT, seed=1)
-    batches = (
+    windows = text_data.windows(text_data.topics(), _BATCH.value, _LENGTH.value + CONTEXT, seed=1)
+    batches = [
         jax.device_put(tokens, NamedSharding(mesh, P("data")))
         for tokens in itertools.islice(windows, _STEPS.value)
-    )
+    ]
     training = {"linen": linen_training, "nnx": nnx_training}[_API.value]
     with linen.logical_axis_rules(RULES):  # those of nnx, too
         train_step, make_state = training(optax.adam(_LEARNING_RATE.value), mesh)
         overlapped = collmm.overlap_collectives(train_step, collmm.Options(policy=_POLICY.value))
-        plan = overlapped.plan(make_state(), next(windows))
+        plan = overlapped.plan(make_state(), batches[0])
         if _SHOW_PLAN.value:
             print(plan)
         print(f"{len(plan.rewritten)} of {len(plan.decisions)} einsums rewritten")

@@ -19,6 +19,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,12 +33,14 @@ from jax.sharding import PartitionSpec as P
 
 import collmm
 
-_STEPS = flags.DEFINE_integer("steps", 40, "Optimizer steps.", lower_bound=1)
+MESH = {"data": 2, "model": 4}
+
+_STEPS = flags.DEFINE_integer("steps", 40, "Optimizer steps.", lower_bound=2)
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the model.", lower_bound=1)
-_D_MODEL = flags.DEFINE_integer("d_model", 64, "Width of the residual stream.", lower_bound=8)
+_D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.", lower_bound=8)
 _HEADS = flags.DEFINE_integer("heads", 4, "Attention heads.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 64, "Bytes in a sequence.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 8, "Sequences in a batch.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 32, "Bytes in a sequence.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Of Adam.", lower_bound=0)
 _POLICY = flags.DEFINE_enum(
     "policy",
@@ -46,12 +49,18 @@ _POLICY = flags.DEFINE_enum(
     "Which einsums collmm rewrites. These are too small for 'auto' to expect a gain.",
 )
 _SHOW_PLAN = flags.DEFINE_bool("show_plan", False, "Print the plan, one line per einsum.")
+side_by_side.require_multiple("batch", of=MESH["data"])
+side_by_side.require_multiple("length", of=MESH["model"])
+side_by_side.require_multiple("heads", of=MESH["model"])
 
-MESH = {"data": 2, "model": 4}
 
-# Float32 losses near 5 carry 5e-7; sums across devices are added in another order, and Adam
-# divides by the root of small second moments, which blows such differences up over the steps.
-BOUND = 1e-3
+@flags.multi_flags_validator(["d_model", "heads"], "--d_model must be a multiple of --heads")
+def _heads_divide(values: dict[str, int]) -> bool:
+    return values["d_model"] % values["heads"] == 0
+
+
+# Float32 losses near 5 carry 5e-7; sums across devices are added in another order.
+BOUND = 1e-5
 
 # Sharding of every weight; the first dimension of a layer's weights is the layer.
 SPECS = {
@@ -130,34 +139,51 @@ def loss_of(weights: dict[str, Any], tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    mesh = side_by_side.device_mesh(**MESH)
-    jax.set_mesh(mesh)
-    optimizer = optax.adam(_LEARNING_RATE.value)
+def training(
+    optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> tuple[Callable, Callable]:
+    """Return (train_step, make_state); the state is the weights and Adam's moments of them."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    def init_state(key):
+        weights = init(key)
+        return weights, optimizer.init(weights)
+
+    # The moments are sharded as their weights are; Adam's step count is not.
+    specs = (
+        SPECS,
+        optax.tree_map_params(
+            optimizer,
+            lambda _, spec: spec,
+            jax.eval_shape(init_state, jax.random.key(0))[1],
+            SPECS,
+            transform_non_params=lambda _: P(),
+        ),
+    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    @functools.partial(jax.jit, out_shardings=(shardings, None), donate_argnums=0)
     def train_step(state, tokens):
         weights, moments = state
         loss, grads = jax.value_and_grad(loss_of)(weights, tokens)
         updates, moments = optimizer.update(grads, moments)
         return (optax.apply_updates(weights, updates), moments), loss
 
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    return train_step, lambda: jax.jit(init_state, out_shardings=shardings)(jax.random.key(0))
 
-    def make_state():
-        weights = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
-        return weights, optimizer.init(weights)
 
-    text = text_data.topics()
-    windows = text_data.windows(text, _BATCH.value, _LENGTH.value + 1, seed=1)
-    batches = (
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    mesh = side_by_side.device_mesh(**MESH)
+    jax.set_mesh(mesh)
+    train_step, make_state = training(optax.adam(_LEARNING_RATE.value), mesh)
+    windows = text_data.windows(text_data.topics(), _BATCH.value, _LENGTH.value + 1, seed=1)
+    batches = [
         jax.device_put(tokens, NamedSharding(mesh, P("data")))
         for tokens in itertools.islice(windows, _STEPS.value)
-    )
+    ]
     overlapped = collmm.overlap_collectives(train_step, collmm.Options(policy=_POLICY.value))
-    plan = overlapped.plan(make_state(), next(windows))
+    plan = overlapped.plan(make_state(), batches[0])
     if _SHOW_PLAN.value:
         print(plan)
     print(f"{len(plan.rewritten)} of {len(plan.decisions)} einsums rewritten")

@@ -30,8 +30,7 @@ def test_case_keeps_values_donation_and_precision(name):
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_case_has_right_gradients_from_outside(name):
-    gradients = runner.run_vjp(CASES[name])
-    assert gradients.error <= gradients.bound
+    assert runner.wrong_gradients(CASES[name], runner.run_vjp(CASES[name])) == []
 
 
 @pytest.mark.parametrize("name", RAISING)

@@ -20,6 +20,7 @@ from ringtools import (
     runs,
     schedule_of,
     size,
+    walk,
 )
 
 from collmm.errors import OptionError
@@ -179,7 +180,10 @@ def test_booleans_are_or_ed_as_dot_general_does():
 
 
 def dots(jaxpr):
-    return [eqn for eqn in ring_body(jaxpr).eqns if eqn.primitive.name == "dot_general"]
+    """Every dot of the ring in program order, those of each platform's branch too."""
+    found = [eqn for eqn, _ in walk(ring_body(jaxpr)) if eqn.primitive.name == "dot_general"]
+    assert found
+    return found
 
 
 def test_a_local_einsum_keeps_the_users_types_and_a_sum_takes_the_accumulation_type():
@@ -195,10 +199,16 @@ def test_a_local_einsum_keeps_the_users_types_and_a_sum_takes_the_accumulation_t
         out_dtype=jnp.bfloat16,
         precision=precision,
     )
-    free, contracting = dots(run.trace(*args).jaxpr)[:2]
-    assert free.outvars[0].aval.dtype == jnp.bfloat16
-    assert contracting.outvars[0].aval.dtype == jnp.float32
-    assert free.params["precision"] == contracting.params["precision"] == precision
+    found = dots(run.trace(*args).jaxpr)
+    # The shard is "asd": the local einsum contracts d, its dimension 2, and the sum s, its 1.
+    free = [dot for dot in found if dot.params["dimension_numbers"][0][0] == (2,)]
+    summed = [dot for dot in found if dot.params["dimension_numbers"][0][0] == (1,)]
+    assert len(free) == 4
+    assert len(summed) >= 4
+    assert len(free) + len(summed) == len(found)
+    assert all(dot.outvars[0].aval.dtype == jnp.bfloat16 for dot in free)
+    assert all(dot.outvars[0].aval.dtype == jnp.float32 for dot in summed)
+    assert all(dot.params["precision"] == precision for dot in found)
 
 
 @pytest.mark.parametrize(

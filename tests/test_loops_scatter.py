@@ -218,7 +218,10 @@ def test_precision_is_kept_and_shares_take_the_accumulation_type():
             out_dtype=jnp.bfloat16,
             precision=precision,
         )
-        for eqn, _ in walk(run.trace(*args).jaxpr):
+        jaxpr = run.trace(*args).jaxpr
+        assert runs(jaxpr, "dot_general") > 0
+        assert runs(jaxpr, "ppermute") > 0
+        for eqn, _ in walk(jaxpr):
             if eqn.primitive.name == "dot_general":
                 assert eqn.params["precision"] == precision
                 assert eqn.outvars[0].aval.dtype == jnp.float32

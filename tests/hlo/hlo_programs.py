@@ -87,7 +87,7 @@ def build(target: str):
         return pin(y, "model", None)
 
     def layers(x, ws, vs):
-        return lax.scan(lambda x, wv: (mlp(x, *wv), None), x, (ws, vs))[0]
+        return lax.scan(lambda x, wv: (mlp(x, *wv), None), x, (ws, vs))[0]  # [scanned]
 
     step_down = [(i, (i - 1) % DEVICES) for i in range(DEVICES)]
 

@@ -32,8 +32,8 @@ def test_memory_stays_near_the_size_of_the_text():
     assert peak < 4 * len(text) + 40 * MEGABYTE
 
 
-SCRIPT = """
-import resource, sys, time
+SCRIPT = r"""
+import re, sys, time
 from collmm.hlo.audit import audit
 from collmm.hlo.collectives import summarize
 from collmm.hlo.parse import parse
@@ -42,13 +42,14 @@ begin = time.process_time()
 module = parse(sys.argv[1])
 summarize(module)
 audit(module, mesh_axes={"data": 2, "model": 4}, transfer_time=lambda f: 1e-4, clock_hz=1e9)
-print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+seconds = time.process_time() - begin
+print(seconds, int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) * 1024)
 """
 
 
 @pytest.mark.long
 def test_a_dump_of_200_megabytes(tmp_path):
-    """Below a minute per 100 MB, and below three times the text in memory."""
+    """Well below a minute per 100 MB, and below four times the text in memory, itself included."""
     text = stored("v5e-jax012-grid")
     path = tmp_path / "large.hlo"
     path.write_text(repeated(text, 200 * MEGABYTE // len(text)))
@@ -58,5 +59,5 @@ def test_a_dump_of_200_megabytes(tmp_path):
         [sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True, check=True
     )
     seconds, memory = map(float, out.stdout.split())
-    assert seconds < 60 * size / (100 * MEGABYTE)
-    assert memory < 3 * size
+    assert seconds < 40 * size / (100 * MEGABYTE)
+    assert memory < 4 * size

@@ -1,0 +1,1 @@
+"""The command line: one file per command, argument parsing and printing only."""

@@ -1,0 +1,114 @@
+"""``collmm dump``: what a program is and what it becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from collmm import dump, report
+from collmm.cli.command import Command
+from collmm.errors import OptionError
+from collmm.hlo.collectives import summarize
+from collmm.hlo.parse import parse
+from collmm.options import POLICIES
+from collmm.programs import Program, open_program
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define the command's flags."""
+    flags.DEFINE_string(
+        "target",
+        None,
+        "What to compile for: cpu:8, tpu:v5e:2x4, gpu:h100:8, gpu:h100:2x8, ... Without one: as "
+        "many simulated CPU devices as MESH asks for.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("out", None, "Folder to write every text to.", flag_values=values)
+    flags.DEFINE_string(
+        "policy",
+        None,
+        f"Which einsums to rewrite: {', '.join(POLICIES)}. Without one: what the program's own "
+        "Options say, else auto.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "chip",
+        None,
+        "Hardware to plan for, such as v5e or h100. Without one: that of the target, and v5e for "
+        "CPU devices.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean("json", False, "Print one JSON document.", flag_values=values)
+
+
+def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
+    """Print the plan and the collectives before and after; write the texts to ``--out``."""
+    if len(arguments) != 1:
+        raise OptionError(f"{len(arguments)} program files; give one, see collmm dump --help")
+    folder = None if values.out is None else pathlib.Path(values.out)
+    if folder is not None:
+        dump.make_folder(folder)
+    # A program that prints must not break the document.
+    with contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext():
+        program = open_program(arguments[0], values.target)
+        with program.context():
+            plan, texts = _texts(program, values.policy, values.chip, folder)
+    before, after = (summarize(parse(texts[f"{when}.hlo.txt"])) for when in ("before", "after"))
+    files = [] if folder is None else [str(folder / name) for name in texts]
+    if values.json:
+        collectives = {
+            "before": report.collectives_json(before),
+            "after": report.collectives_json(after),
+        }
+        document = {"plan": plan.to_json(), "collectives": collectives, "files": files}
+        print(json.dumps(document, indent=1))
+        return 0
+    print(plan)
+    print()
+    print(f"collectives of the optimized program for {program.target.name}, per device:")
+    print(report.collectives_table(before, after))
+    if folder is not None:
+        print(f"\nwrote {len(files)} files to {folder}: {', '.join(texts)}")
+    return 0
+
+
+def _texts(program: Program, policy: str | None, chip: str | None, folder: pathlib.Path | None):
+    target = program.target
+    overlapped = program.overlapped(policy, chip)
+    logging.info("planning %s on %s", program.file.path, target.name)
+    plan = overlapped.plan(*program.args)
+    named = dump.texts(
+        plan,
+        overlapped,
+        program.args,
+        {},
+        lambda lowered: target.compile(lowered, target.baseline_options()),
+        target.compile,
+    )
+    return plan, dict(_logged(named)) if folder is None else dump.write(folder, _logged(named))
+
+
+def _logged(named):
+    for name, text in named:
+        logging.info("made %s, %d characters", name, len(text))
+        yield name, text
+
+
+COMMAND = Command(
+    "dump",
+    "PROGRAM",
+    "print the plan, and the collectives before and after; write every text",
+    """PROGRAM is a Python file that defines MESH = {"data": 2, "model": 4}, the mesh axes and
+    their sizes, and build(mesh) -> (fn, args): the function, plain, jitted or decorated, and its
+    arguments, arrays or jax.ShapeDtypeStructs with shardings.
+
+    --out gets the plan (plan.txt, plan.json) and, before and after, the jaxpr, the StableHLO and
+    the optimized HLO. Nothing is run. All times are predicted.""",
+    define,
+    main,
+)
