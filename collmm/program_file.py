@@ -113,9 +113,9 @@ def literal_mesh(path: str | os.PathLike) -> dict[str, int] | None:
     tree, _ = _compiled(pathlib.Path(path))
     found = None
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets = [node.target]
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(t, ast.Name) and t.id == "MESH" for t in targets):
             try:
                 found = ast.literal_eval(node.value)
@@ -128,12 +128,13 @@ def describe(value: Any) -> str:
     """Describe a value that should not be there, in a few words."""
     if value is None:
         return "None"
+    name = type(value).__name__
+    name = f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
     if isinstance(value, (tuple, list)):
         kinds = [type(v).__name__ for v in value[:4]] + ["..."] * (len(value) > 4)
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(kinds)})"
+        return f"{name} of {len(value)} ({', '.join(kinds)})"
     text = repr(value)
-    shown = f" ({text})" if len(text) <= 40 and "\n" not in text else ""
-    return f"a {type(value).__name__}{shown}"
+    return f"{name} ({text})" if len(text) <= 40 and "\n" not in text else name
 
 
 # --- reading and running ---

@@ -56,9 +56,11 @@ class Program:
         options = self.fn.options if isinstance(self.fn, OverlappedFunction) else Options()
         if chip is None and self.target.hardware is not None:
             chip = self.target.hardware.name
-        changes = {"policy": policy, "chip": chip}
-        given = {name: value for name, value in changes.items() if value is not None}
-        return overlap_collectives(self.fn, dataclasses.replace(options, **given))
+        if policy is not None:
+            options = dataclasses.replace(options, policy=policy)
+        if chip is not None:
+            options = dataclasses.replace(options, chip=chip)
+        return overlap_collectives(self.fn, options)
 
 
 def open_program(path: str | os.PathLike, target: str | None = None) -> Program:
