@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import mesh as _mesh
@@ -173,7 +174,18 @@ def define_primitive(
     _ad.primitive_jvps[primitive] = jvp
     _ad.primitive_transposes[primitive] = transpose
     _batching.fancy_primitive_batchers[primitive] = fancy_batch
-    _mlir.register_lowering(primitive, _mlir.lower_fun(impl, multiple_results=True))
+    rule = _mlir.lower_fun(impl, multiple_results=True)
+
+    def lower(ctx, *operands, **params):
+        if params["mesh"] is not None:
+            return rule(ctx, *operands, **params)
+        # Inside a shard_map: types were checked when the equation was made, and the loop's
+        # buffers start out the same on every device.
+        plain = [_core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        with without_vma_checks():
+            return rule(ctx.replace(avals_in=plain), *operands, **params)
+
+    _mlir.register_lowering(primitive, lower)
     return primitive
 
 
@@ -578,3 +590,38 @@ def lowering_module(ctx: Any) -> Any:
 def lowering_devices(ctx: Any) -> Sequence[Any] | None:
     """Return the devices that the program being lowered will run on, None when not yet known."""
     return getattr(ctx.module_context.axis_context, "device_assignment", None)
+
+
+# --- inside a shard_map ---
+
+
+def var_like(var: Var, shape: tuple[int, ...]) -> Var:
+    """Return a new variable of another shape, otherwise of the type of ``var``."""
+    aval = var.aval
+    spec = jax.sharding.PartitionSpec(*(None,) * len(shape))
+    sharding = jax.NamedSharding(aval.sharding.mesh, spec)
+    return Var(aval.update(shape=shape, sharding=sharding))
+
+
+def reshape_eqn(like: JaxprEqn, operand: Atom, outvar: Var) -> JaxprEqn:
+    """Return the equation that reshapes ``operand`` into ``outvar``, in the context of ``like``."""
+    params = {"new_sizes": outvar.aval.shape, "dimensions": None, "sharding": None}
+    return like.replace(
+        primitive=jax.lax.reshape_p, invars=[operand], outvars=[outvar], params=params
+    )
+
+
+def manual_aval(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, axes: Any) -> Any:
+    """Return the type of a result inside a ``shard_map``: it varies where its operands do."""
+    varying = frozenset().union(*(a.mat.varying for a in avals))
+    if not varying:
+        return _core.ShapedArray(shape, dtype)
+    mesh = next(a.sharding.mesh for a in avals if a.mat.varying)
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape)))
+    mat = _core.ManualAxisType(varying=varying | frozenset(axes))
+    return _core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=mat)
+
+
+def without_vma_checks() -> Any:
+    """Return a context in which values may vary over manual axes without saying so."""
+    return _config._check_vma(False)

@@ -21,6 +21,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.errors import Reason
+from collmm.manual import Body, Match
 from collmm.sites import Location
 
 SITE_KEY = "collmm_site"
@@ -56,6 +57,8 @@ class CapturedDot:
       location: the user's line.
       scope: enclosing control flow, outermost first.
       refusal: a reason already known from the jaxpr alone, or None.
+      matches: inside a ``shard_map``, the user's own collectives next to it.
+      manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
     """
 
     index: int
@@ -63,6 +66,8 @@ class CapturedDot:
     location: Location
     scope: tuple[str, ...]
     refusal: Reason | None
+    matches: tuple[Match, ...] = ()
+    manual_axes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,26 @@ def capture(closed: Any) -> Captured:
     """Inline nested jits of ``closed`` and number its dots; see the module docstring."""
     walker = _Walker()
     jaxpr = walker.rebuild(closed.jaxpr, (), None)
+    _match_manual(jaxpr, walker.dots, ())
     return Captured(closed.replace(jaxpr=jaxpr), tuple(walker.dots))
+
+
+def _match_manual(jaxpr: Any, dots: list[CapturedDot], axes: tuple[tuple[str, int], ...]) -> None:
+    """Note the hand-written collectives next to the dots inside shard_maps."""
+    body = Body(jaxpr) if axes else None
+    for eqn in jaxpr.eqns:
+        number = site_of(eqn)
+        if number is not None and body is not None:
+            dots[number] = dataclasses.replace(
+                dots[number], matches=tuple(body.matches(eqn)), manual_axes=axes
+            )
+        inner = axes
+        if eqn.primitive.name == "shard_map":
+            inner = tuple((str(k), v) for k, v in eqn.params["mesh"].shape.items())
+        elif eqn.primitive.name not in _ENTERED:
+            continue
+        for _, _, sub in _jax.jaxprs_in(eqn):
+            _match_manual(_jax.open_jaxpr(sub), dots, inner)
 
 
 def site_of(eqn: Any) -> int | None:
@@ -142,7 +166,8 @@ class _Walker:
                 inner_refusal = Reason.UNREACHED
             new[key, index] = self.rebuild(inner, (*scope, name), inner_refusal)
         # Kernels and other opaque bodies keep the very jaxpr they came with.
-        return _jax.with_jaxprs(eqn, new) if new and name in _ENTERED else eqn
+        entered = name in _ENTERED or name == "shard_map"
+        return _jax.with_jaxprs(eqn, new) if new and entered else eqn
 
     def _number(self, eqn, scope, refusal) -> Any:
         index = len(self.dots)

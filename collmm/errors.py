@@ -50,7 +50,7 @@ class Reason(enum.Enum):
     NOT_WORTH = ("not-worth", "the cost model expects no gain")
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
     NO_OVERLAP = ("no-overlap", "the einsum was traced under collmm.no_overlap()")
-    INSIDE_SHARD_MAP = ("inside-shard-map", "the einsum sees per-device shapes inside a shard_map")
+    INSIDE_SHARD_MAP = ("inside-shard-map", "the einsum is inside a shard_map and no collective of the user's stands next to it")
     UNEVEN_SHARDS = ("uneven-shards", "a sharded dimension is not divisible by its mesh axes")
     SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
     MIXED_SLICE = ("mixed-slice", "the reduced result is sliced over axes that were not reduced too")

@@ -32,12 +32,14 @@ _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
     """Return the site of ``dot``; ``sharding`` is None when it never reached the compiler."""
     site = _bare_site(dot)
+    if dot.refusal is Reason.INSIDE_SHARD_MAP and dot.matches:
+        return _judge_kinds(_manual_site(site, dot))
     if dot.refusal is not None:
         return _refuse(site, dot.refusal)
     if sharding is None:
         return _refuse(site, Reason.UNREACHED)
     if sharding.refusal is not None:
-        return _refuse(site, sharding.refusal)
+        return _refuse(site, sharding.refusal, sharding.detail)
     site = dataclasses.replace(
         site,
         lhs_spec=sharding.lhs,
@@ -67,6 +69,24 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         itemsizes=(lhs.dtype.itemsize, rhs.dtype.itemsize, out.dtype.itemsize),
         location=dot.location,
         scope=dot.scope,
+    )
+
+
+def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
+    """Return the site of a dot inside a ``shard_map`` from the collectives the user wrote."""
+    collectives = []
+    for m in dot.matches:
+        which = 2 if m.operand is None else m.operand
+        nbytes = math.prod(site.shapes[which]) * site.itemsizes[which]
+        collectives.append(Collective(m.kind, m.operand, m.dim, m.axes, nbytes))
+    return dataclasses.replace(
+        site,
+        lhs_spec=((),) * len(site.shapes[0]),
+        rhs_spec=((),) * len(site.shapes[1]),
+        out_spec=((),) * len(site.shapes[2]),
+        collectives=tuple(collectives),
+        axis_sizes=dot.manual_axes,
+        manual=True,
     )
 
 
@@ -129,15 +149,19 @@ def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, .
 
 
 def _judge(site: EinsumSite, sharding: DotSharding) -> EinsumSite:
+    if not site.loopable and any(_mixed(axes, sharding.reduced) for axes in sharding.scattered):
+        return _refuse(site, Reason.MIXED_SLICE)
+    if not site.loopable and sharding.shared:
+        return _refuse(site, Reason.SHARED_RESULT)
+    return _judge_kinds(site)
+
+
+def _judge_kinds(site: EinsumSite) -> EinsumSite:
     if site.loopable:
         for name, dtype in zip(("lhs", "rhs", "result"), site.dtypes, strict=True):
             if dtype in _SUB_BYTE:
                 return _refuse(site, Reason.UNSUPPORTED_DTYPE, f"{name} is {dtype}")
         return site
-    if any(_mixed(axes, sharding.reduced) for axes in sharding.scattered):
-        return _refuse(site, Reason.MIXED_SLICE)
-    if sharding.shared:
-        return _refuse(site, Reason.SHARED_RESULT)
     kinds = [c.kind for c in site.collectives]
     for kind, reason in (
         (ALL_REDUCE, Reason.ALL_REDUCE),

@@ -60,6 +60,7 @@ class DotSharding:
       others: other collectives next to the dot: (operand or None, HLO kind).
       axis_sizes: the mesh, in order.
       refusal: a reason why the shardings could not be read.
+      detail: more about it.
     """
 
     lhs: Spec = ()
@@ -72,6 +73,7 @@ class DotSharding:
     others: tuple[tuple[int | None, str], ...] = ()
     axis_sizes: tuple[tuple[str, int], ...] = ()
     refusal: Reason | None = None
+    detail: str = ""
 
 
 def partition(
@@ -89,7 +91,8 @@ def partition(
         for pipeline in _PASSES:
             manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
             manager.run(module.operation)
-    return _read_module(module)
+    wanted = {dot.index for dot in captured.dots if dot.refusal is None}
+    return _read_module(module, wanted)
 
 
 def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]) -> Any:
@@ -106,7 +109,7 @@ def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Seque
     return lowered.compiler_ir("stablehlo")
 
 
-def _read_module(module: Any) -> dict[int, DotSharding]:
+def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
     meshes = read_meshes(module)
     dots: list[tuple[int, Any]] = []
 
@@ -114,7 +117,7 @@ def _read_module(module: Any) -> dict[int, DotSharding]:
         op = op.operation
         if op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
             site = _SITE.search(str(op.attributes["mhlo.frontend_attributes"]))
-            if site:
+            if site and int(site[1]) in wanted:
                 dots.append((int(site[1]), op))
         return ir.WalkResult.ADVANCE
 
@@ -125,6 +128,8 @@ def _read_module(module: Any) -> dict[int, DotSharding]:
             found[number] = _read_dot(op, meshes)
         except _SubAxis:
             found[number] = DotSharding(refusal=Reason.SUB_AXIS)
+        except AnalysisError as e:
+            found[number] = DotSharding(refusal=Reason.ANALYSIS_FAILED, detail=str(e))
     return found
 
 

@@ -14,6 +14,10 @@ They are bilinear, and each is the other's transpose: the cotangent of a gathere
 einsum + reduce-scatter, that of a scattered sum is gathered into einsums. What autodiff saves is
 the operand as it came, a shard per device. Lowering is a ``shard_map`` over all mesh axes around
 the loop of ``collmm.loops``; reductions over axes other than the ring's stay plain collectives.
+
+With ``mesh=None`` they stand inside a ``shard_map`` already: operands and results are one device's
+shards, there are no shardings to carry, and lowering is the bare loop. These are made only after
+autodiff, and have no derivative of their own.
 """
 
 from __future__ import annotations
@@ -115,6 +119,14 @@ def einsum_reduce_scatter(
 # --- shardings ---
 
 
+def _need_mesh(mesh: Any) -> None:
+    if mesh is None:
+        raise NotImplementedError(
+            "a ring inside a shard_map was differentiated or batched after its program was "
+            "rewritten; transform the overlapped function instead, not its jaxpr"
+        )
+
+
 def _pspec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if axes else None for axes in spec))
 
@@ -182,6 +194,9 @@ def _gather_base(use: GatherUse, gathered_spec: Spec, dim: int, schedule: Schedu
 
 
 def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
+    if mesh is None:
+        consumers = [use.consumer for use in uses]
+        return loops.all_gather_einsum(gathered, locals_, consumers, schedule, gathered_dim=dim)
     consumers, finishers = [], []
     for use in uses:
         partial = use.consumer.partial
@@ -202,10 +217,18 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
 
 def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
     avals = []
+    whole = list(gathered.shape)
+    if mesh is None:
+        whole[dim] *= schedule.ring_size
     for local, use in zip(locals_, uses, strict=True):
         partial = use.consumer.partial
-        lhs, rhs = _ordered(use.consumer, gathered, local)
-        shape = partial.einsum.out_shape(lhs.shape, rhs.shape)
+        lhs, rhs = _ordered(use.consumer, tuple(whole), local.shape)
+        shape = partial.einsum.out_shape(lhs, rhs)
+        if mesh is None:
+            avals.append(
+                _jax.manual_aval((gathered, local), shape, partial.out_dtype, schedule.axes)
+            )
+            continue
         avals.append(_jax.aval_like((gathered, local), shape, partial.out_dtype, use.out_spec))
     return avals
 
@@ -215,6 +238,7 @@ def _ordered(consumer: Consumer, gathered: Any, local: Any) -> tuple[Any, Any]:
 
 
 def _gather_jvp(primals, tangents, *, uses, **params):
+    _need_mesh(params["mesh"])
     gathered, *locals_ = primals
     gathered_dot, *locals_dot = tangents
     outs = all_gather_einsum(gathered, locals_, uses, **params)
@@ -232,6 +256,7 @@ def _gather_jvp(primals, tangents, *, uses, **params):
 
 
 def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
+    _need_mesh(mesh)
     ring = {"dim": dim, "schedule": schedule, "mesh": mesh}
     live = [i for i, ct in enumerate(cts) if type(ct) is not _jax.Zero]
     results: list[Any] = [None] * (1 + len(locals_))
@@ -306,6 +331,7 @@ def _same_sums(terms: Sequence[ScatterTerm]) -> list[list[int]]:
 
 
 def _gather_batch(size, spmd, operands, dims, *, uses, gathered_spec, dim, schedule, mesh):
+    _need_mesh(mesh)
     operands, batched = _batch_to_front(operands, dims, size)
     new_uses = []
     for use, local_batched in zip(uses, batched[1:], strict=True):
@@ -341,6 +367,10 @@ def _term_axes(term: ScatterTerm) -> dict[int, tuple[str, ...]]:
 
 
 def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
+    if mesh is None:
+        lhs, rhs = operands[::2], operands[1::2]
+        triples = list(zip(lhs, rhs, (term.partial for term in terms), strict=True))
+        return [loops.einsum_reduce_scatter(triples, dim, schedule)]
     axes = _term_axes(terms[0])
     summed = _summed_axes(terms[0].partial, axes)
     rest = tuple(a for a in summed if a not in schedule.axes)
@@ -364,10 +394,14 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
 def _scatter_abstract(*operands, terms, out_spec, dim, schedule, mesh):
     partial = terms[0].partial
     shape = partial.einsum.out_shape(operands[0].shape, operands[1].shape)
+    if mesh is None:
+        shape = (*shape[:dim], shape[dim] // schedule.ring_size, *shape[dim + 1 :])
+        return [_jax.manual_aval(operands, shape, partial.out_dtype, schedule.axes)]
     return [_jax.aval_like(operands, shape, partial.out_dtype, out_spec)]
 
 
 def _scatter_jvp(primals, tangents, *, terms, **params):
+    _need_mesh(params["mesh"])
     pairs = list(zip(primals[::2], primals[1::2], strict=True))
     out = einsum_reduce_scatter(pairs, terms, **params)
     new_pairs, new_terms = [], []
@@ -385,6 +419,7 @@ def _scatter_jvp(primals, tangents, *, terms, **params):
 
 
 def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
+    _need_mesh(mesh)
     (ct,) = cts
     results: list[Any] = [None] * len(operands)
     if type(ct) is _jax.Zero:
@@ -425,6 +460,7 @@ def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
 
 
 def _scatter_batch(size, spmd, operands, dims, *, terms, out_spec, dim, schedule, mesh):
+    _need_mesh(mesh)
     operands, batched = _batch_to_front(operands, dims, size)
     new_terms = []
     for i, term in enumerate(terms):

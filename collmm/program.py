@@ -121,7 +121,8 @@ def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
 
 
 def _on_known_mesh(site: EinsumSite, meshes: dict[tuple[tuple[str, int], ...], Any]) -> EinsumSite:
-    if site.refusal is None and site.axis_sizes not in meshes:
+    known = site.manual or site.axis_sizes in meshes
+    if site.refusal is None and not known:
         return dataclasses.replace(site, refusal=Reason.UNKNOWN_MESH, detail=str(site.axis_sizes))
     return site
 

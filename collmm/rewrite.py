@@ -21,8 +21,8 @@ from typing import Any
 
 from collmm import _jax
 from collmm.capture import Captured, site_of
-from collmm.errors import AnalysisError
-from collmm.loops import Consumer, PartialEinsum
+from collmm.loops import Consumer
+from collmm.manual import Match
 from collmm.plan import Decision, Plan
 from collmm.primitives import (
     GatherUse,
@@ -30,6 +30,7 @@ from collmm.primitives import (
     all_gather_einsum_p,
     einsum_reduce_scatter_p,
 )
+from collmm.rewrite_manual import check_type, manual_gather, manual_scatter, partial_einsum
 from collmm.share import share_rings
 from collmm.sites import ALL_GATHER, Spec
 
@@ -60,37 +61,70 @@ class _Rewriter:
 
     def walk(self, jaxpr: Any) -> Any:
         producers: dict[Any, Any] = {}
+        endings = self._endings(jaxpr)
         eqns = []
         for eqn in jaxpr.eqns:
-            eqn = self._visit(eqn, producers)
-            producers.update((v, eqn) for v in eqn.outvars)
-            eqns.append(eqn)
+            if id(eqn) in endings:
+                dot, decision = endings[id(eqn)]
+                new = manual_scatter(dot, decision, self._match(decision))
+            else:
+                new = self._visit(eqn, producers)
+            producers.update((v, e) for e in new for v in e.outvars)
+            eqns += new
         return jaxpr.replace(eqns=eqns)
 
-    def _visit(self, eqn: Any, producers: dict[Any, Any]) -> Any:
+    def _endings(self, jaxpr: Any) -> dict[int, tuple[Any, Decision]]:
+        """Return the user's reduce-scatters that become rings: (their dot, its decision)."""
+        found = {}
+        for eqn in jaxpr.eqns:
+            number = site_of(eqn)
+            if number is None:
+                continue
+            decision = self._plan.decisions[number]
+            if decision.rewritten and decision.site.manual:
+                match = self._match(decision)
+                if match.operand is None:
+                    found[id(match.eqn)] = self._untagged(eqn, number), decision
+        return found
+
+    def _match(self, decision: Decision) -> Match:
+        collective = decision.collective
+        assert collective is not None
+        dot = self._captured.dots[decision.site.index]
+        return next(
+            m for m in dot.matches if (m.operand, m.dim) == (collective.operand, collective.dim)
+        )
+
+    def _untagged(self, eqn: Any, number: int) -> Any:
+        return eqn.replace(ctx=self._captured.dots[number].eqn.ctx)
+
+    def _visit(self, eqn: Any, producers: dict[Any, Any]) -> list[Any]:
         number = site_of(eqn)
         if number is not None:
             decision = self._plan.decisions[number]
-            if decision.rewritten:
-                return self._rewrite_one(eqn, decision, producers)
-            return eqn.replace(ctx=self._captured.dots[number].eqn.ctx)
+            eqn = self._untagged(eqn, number)
+            if not decision.rewritten:
+                return [eqn]
+            if not decision.site.manual:
+                return [self._rewrite_one(eqn, decision, producers)]
+            match = self._match(decision)
+            return [eqn] if match.operand is None else manual_gather(eqn, decision, match)
         new = {
             (key, index): self.walk(_jax.open_jaxpr(sub))
             for key, index, sub in _jax.jaxprs_in(eqn)
             if _has_number(_jax.open_jaxpr(sub))
         }
-        return _jax.with_jaxprs(eqn, new) if new else eqn
+        return [_jax.with_jaxprs(eqn, new) if new else eqn]
 
     def _rewrite_one(self, eqn: Any, decision: Decision, producers: dict[Any, Any]) -> Any:
         site = decision.site
-        eqn = eqn.replace(ctx=self._captured.dots[site.index].eqn.ctx)
         mesh = self._meshes[site.axis_sizes]
         assert decision.collective is not None
         if decision.collective.kind == ALL_GATHER:
             new = _gather_eqn(eqn, decision, mesh, producers)
         else:
             new = _scatter_eqn(eqn, decision, mesh)
-        _check_type(eqn, new)
+        check_type(eqn, new)
         return new
 
 
@@ -102,7 +136,7 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
     specs = [site.lhs_spec, site.rhs_spec]
     gathered_spec = _appended(specs[side], dim, collective.axes)
     gathered = _before_gather(eqn.invars[side], gathered_spec, producers)
-    use = GatherUse(Consumer(_partial(eqn, site), side), specs[1 - side], _result_spec(decision))
+    use = GatherUse(Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision))
     params = {
         "uses": (use,),
         "gathered_spec": gathered_spec,
@@ -119,20 +153,13 @@ def _scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
     site, collective = decision.site, decision.collective
     assert collective is not None
     params = {
-        "terms": (ScatterTerm(_partial(eqn, site), site.lhs_spec, site.rhs_spec),),
+        "terms": (ScatterTerm(partial_einsum(eqn, site), site.lhs_spec, site.rhs_spec),),
         "out_spec": _result_spec(decision),
         "dim": collective.dim,
         "schedule": decision.schedule,
         "mesh": mesh,
     }
     return _jax.primitive_eqn(eqn, einsum_reduce_scatter_p, eqn.invars, eqn.outvars, params)
-
-
-def _partial(eqn: Any, site: Any) -> PartialEinsum:
-    p = eqn.params
-    return PartialEinsum(
-        site.einsum, p["precision"], p["preferred_element_type"], eqn.outvars[0].aval.dtype
-    )
 
 
 def _result_spec(decision: Decision) -> Spec:
@@ -177,13 +204,3 @@ def _has_number(jaxpr: Any) -> bool:
         or any(_has_number(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
     )
-
-
-def _check_type(old: Any, new: Any) -> None:
-    """Raise unless the new equation's results have the types of the old one's."""
-    avals = _jax.result_types(new)
-    for var, aval in zip(old.outvars, avals, strict=True):
-        want = var.aval
-        same = (want.shape, want.dtype) == (aval.shape, aval.dtype)
-        if not same or _jax.typed_sharding(want) != _jax.typed_sharding(aval):
-            raise AnalysisError(f"rewriting {old.primitive} would change {want} into {aval}")

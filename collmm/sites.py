@@ -73,10 +73,10 @@ class EinsumSite:
       collectives: the collectives next to it; those that a loop can take first.
       location: the user's line.
       axis_sizes: size of every axis of the mesh, in mesh order.
-      mesh_key: identifies the mesh among those of the program, None without one.
       scope: the enclosing control flow, outermost first, e.g. ``("scan", "checkpoint")``.
       refusal: why no loop can take it, None when at least one can.
       detail: more about the refusal, in words.
+      manual: it stands inside a user's ``shard_map``: shapes are one device's, specs are empty.
     """
 
     index: int
@@ -90,10 +90,10 @@ class EinsumSite:
     collectives: tuple[Collective, ...] = ()
     location: Location = Location()
     axis_sizes: tuple[tuple[str, int], ...] = ()
-    mesh_key: int | None = None
     scope: tuple[str, ...] = ()
     refusal: Reason | None = None
     detail: str = ""
+    manual: bool = False
 
     @property
     def loopable(self) -> tuple[Collective, ...]:

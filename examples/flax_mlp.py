@@ -43,7 +43,7 @@ _LAYERS = flags.DEFINE_integer("layers", 2, "Blocks of the model.", lower_bound=
 _WIDTH = flags.DEFINE_integer("width", 64, "Width of the residual stream.", lower_bound=8)
 _BATCH = flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 16, "Bytes predicted in a sequence.", lower_bound=1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Of Adam.", lower_bound=0)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Of Adam.", lower_bound=0)
 _POLICY = flags.DEFINE_enum(
     "policy",
     "always",
@@ -72,7 +72,7 @@ EMBEDDING = ("vocabulary", "weight_embed")
 UP = ("weight_embed", "mlp")
 DOWN = ("mlp", "weight_embed")
 
-# Float32 losses near 5 carry 5e-7; sums across devices are added in another order.
+# Float32 losses near 5 carry 5e-7, and sums across devices are added in another order.
 BOUND = 1e-5
 
 lecun = jax.nn.initializers.lecun_normal()

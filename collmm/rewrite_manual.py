@@ -1,0 +1,107 @@
+"""Rewrite one einsum inside a ``shard_map``: the user's collective and the dot become one ring.
+
+Before::
+
+    g = all_gather[axis_name=('model',) tiled=True] x
+    c = convert_element_type[bfloat16] g
+    y = dot_general c w
+
+after::
+
+    d = convert_element_type[bfloat16] x          # on the shard
+    y = all_gather_einsum[mesh=None dim=0 ...] d w
+
+What stands between collective and dot is done on one block instead of the whole. The original
+equations stay where something else reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collmm import _jax
+from collmm.errors import AnalysisError
+from collmm.loops import Consumer, PartialEinsum
+from collmm.manual import Match, block_shape, replay
+from collmm.plan import Decision
+from collmm.primitives import (
+    GatherUse,
+    ScatterTerm,
+    all_gather_einsum_p,
+    einsum_reduce_scatter_p,
+)
+
+
+def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
+    """Return the equations that take the place of ``dot``, whose operand ``match`` gathers."""
+    site = decision.site
+    assert match.operand is not None
+    eqns: list[Any] = []
+    (block,) = match.eqn.invars
+    dim = match.eqn.params["all_gather_dimension"]
+    if not match.eqn.params["tiled"]:
+        whole = match.eqn.outvars[0]
+        expanded = _jax.var_like(whole, block_shape(whole.aval.shape, dim, match.size))
+        eqns.append(_jax.reshape_eqn(match.eqn, block, expanded))
+        block = expanded
+    for step in match.between:
+        new, dim = replay(step, block, dim, match.size)
+        eqns.append(new)
+        (block,) = new.outvars
+    side = match.operand
+    specs = [site.lhs_spec, site.rhs_spec]
+    use = GatherUse(Consumer(partial_einsum(dot, site), side), specs[1 - side], site.out_spec)
+    params = {
+        "uses": (use,),
+        "gathered_spec": specs[side],
+        "dim": dim,
+        "schedule": decision.schedule,
+        "mesh": None,
+    }
+    new = _jax.primitive_eqn(
+        dot, all_gather_einsum_p, [block, dot.invars[1 - side]], dot.outvars, params
+    )
+    check_type(dot, new)
+    return [*eqns, new]
+
+
+def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
+    """Return the equations that take the place of the reduce-scatter that follows ``dot``."""
+    site, dim = decision.site, match.dim
+    (whole,) = dot.outvars
+    block = _jax.var_like(whole, block_shape(whole.aval.shape, dim, match.size))
+    params = {
+        "terms": (ScatterTerm(partial_einsum(dot, site), site.lhs_spec, site.rhs_spec),),
+        "out_spec": site.out_spec,
+        "dim": dim,
+        "schedule": decision.schedule,
+        "mesh": None,
+    }
+    eqns = [_jax.primitive_eqn(dot, einsum_reduce_scatter_p, dot.invars, [block], params)]
+    for step in match.between:
+        new, dim = replay(step, block, dim, match.size)
+        eqns.append(new)
+        (block,) = new.outvars
+    if match.eqn.params["tiled"]:
+        eqns[-1] = eqns[-1].replace(outvars=match.eqn.outvars)
+    else:
+        eqns.append(_jax.reshape_eqn(match.eqn, block, match.eqn.outvars[0]))
+    return eqns
+
+
+def partial_einsum(eqn: Any, site: Any) -> PartialEinsum:
+    """Return the einsum of ``eqn`` as the loops take it."""
+    p = eqn.params
+    return PartialEinsum(
+        site.einsum, p["precision"], p["preferred_element_type"], eqn.outvars[0].aval.dtype
+    )
+
+
+def check_type(old: Any, new: Any) -> None:
+    """Raise unless the new equation's results have the types of the old one's."""
+    avals = _jax.result_types(new)
+    for var, aval in zip(old.outvars, avals, strict=True):
+        want = var.aval
+        same = (want.shape, want.dtype) == (aval.shape, aval.dtype)
+        if not same or _jax.typed_sharding(want) != _jax.typed_sharding(aval):
+            raise AnalysisError(f"rewriting {old.primitive} would change {want} into {aval}")

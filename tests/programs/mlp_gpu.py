@@ -1,0 +1,9 @@
+"""An 8-way tensor-parallel MLP with sequence parallelism, forward, at the size of an H100 host."""
+
+from mlp import mlp
+
+MESH = {"model": 8}
+
+
+def build(mesh):
+    return mlp(mesh, rows=8192, width=8192, hidden=28672)
