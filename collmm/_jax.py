@@ -268,6 +268,24 @@ def resharding_spec(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:
     return tuple(axes)
 
 
+def constraint_eqn(var: Var, sharding: Any) -> JaxprEqn:
+    """Return a new equation that constrains ``var`` to ``sharding``."""
+    struct = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(struct)
+    (eqn,) = traced.jaxpr.eqns
+    return eqn.replace(invars=[var], outvars=[Var(var.aval)])
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return how many of a scan's operands are constants, and how many are carried."""
+    p = eqn.params
+    if "num_consts" in p:
+        return p["num_consts"], p["num_carry"]
+    # jax 0.12 keeps a tree of (constants, carry, xs) instead.
+    consts, carry, _ = p["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def result_types(eqn: JaxprEqn) -> Sequence[Any]:
     """Return the types that the primitive of ``eqn`` gives its results."""
     avals, _ = eqn.primitive.abstract_eval(*(v.aval for v in eqn.invars), **eqn.params)

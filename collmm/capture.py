@@ -59,6 +59,7 @@ class CapturedDot:
       refusal: a reason already known from the jaxpr alone, or None.
       matches: inside a ``shard_map``, the user's own collectives next to it.
       manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
+      typed: the result's sharding is part of its type (explicit mesh axes).
     """
 
     index: int
@@ -68,6 +69,7 @@ class CapturedDot:
     refusal: Reason | None
     matches: tuple[Match, ...] = ()
     manual_axes: tuple[tuple[str, int], ...] = ()
+    typed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +178,8 @@ class _Walker:
             refusal = Reason.NO_OVERLAP
         file, line, function = _jax.user_frame(eqn)
         location = Location(file, line, function, str(eqn.source_info.name_stack))
-        self.dots.append(CapturedDot(index, eqn, location, scope, refusal))
+        typed = _jax.typed_sharding(eqn.outvars[0].aval) is not None
+        self.dots.append(CapturedDot(index, eqn, location, scope, refusal, typed=typed))
         return _jax.with_metadata(eqn, **{SITE_KEY: str(index)})
 
     def _contains_dots(self, jaxpr) -> bool:

@@ -69,6 +69,7 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         itemsizes=(lhs.dtype.itemsize, rhs.dtype.itemsize, out.dtype.itemsize),
         location=dot.location,
         scope=dot.scope,
+        typed=dot.typed,
     )
 
 
@@ -142,10 +143,28 @@ def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, .
             found.append(Collective(REDUCE_SCATTER, None, dim, prefix, nbytes))
             left = [a for a in left if a not in prefix]
     if math.prod(sizes[a] for a in left) > 1:
-        found.append(Collective(ALL_REDUCE, None, -1, tuple(left), nbytes))
+        dim = -1 if found else _scatter_dim(site, tuple(left), sizes)
+        found.append(Collective(ALL_REDUCE, None, dim, tuple(left), nbytes))
     for where, kind in sharding.others:
         found.append(Collective(kind, where, -1, (), 0))
     return tuple(found)
+
+
+def _scatter_dim(site: EinsumSite, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+    """Return the dimension by which a sum that is wanted whole can travel in blocks, or -1.
+
+    Leading dimensions first: those are batch and sequence in an activation, so that what follows
+    (norms, biases, residuals) works on whole rows. A dimension that is sharded already comes last.
+    """
+    if site.typed:
+        return -1  # an explicit sharding is part of the type that later equations expect
+    ring = math.prod(sizes[a] for a in axes)
+    for taken in (False, True):
+        for dim, (size, spec) in enumerate(zip(site.shapes[2], site.out_spec, strict=True)):
+            shards = math.prod(sizes[a] for a in spec)
+            if bool(spec) == taken and size % (shards * ring) == 0:
+                return dim
+    return -1
 
 
 def _judge(site: EinsumSite, sharding: DotSharding) -> EinsumSite:

@@ -78,13 +78,16 @@ class DotSharding:
 
 def partition(
     captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
-) -> dict[int, DotSharding]:
-    """Return what Shardy decided for each numbered dot that reached StableHLO.
+) -> tuple[dict[int, DotSharding], list[Spec | None]]:
+    """Return what Shardy decided for each numbered dot that reached StableHLO, and the results.
 
     Args:
       captured: the numbered program.
       in_shardings: a ``jax.sharding.Sharding`` or None (not specified) per flat argument.
       out_shardings: the same per flat result.
+
+    Returns:
+      Shardings by the dot's number, and the sharding of every result of the program.
     """
     module = _lower(captured, in_shardings, out_shardings)
     with module.context:
@@ -92,7 +95,7 @@ def partition(
             manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
             manager.run(module.operation)
     wanted = {dot.index for dot in captured.dots if dot.refusal is None}
-    return _read_module(module, wanted)
+    return _read_module(module, wanted), _result_specs(module)
 
 
 def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]) -> Any:
@@ -131,6 +134,27 @@ def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
         except AnalysisError as e:
             found[number] = DotSharding(refusal=Reason.ANALYSIS_FAILED, detail=str(e))
     return found
+
+
+def _result_specs(module: Any) -> list[Spec | None]:
+    main = next(
+        op.operation
+        for op in module.body.operations
+        if op.operation.name == "func.func"
+        and ir.StringAttr(op.operation.attributes["sym_name"]).value == "main"
+    )
+    kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
+    attributes = main.attributes["res_attrs"] if "res_attrs" in main.attributes else None
+    specs: list[Spec | None] = []
+    for i, kind in enumerate(kinds):
+        text = None
+        if attributes is not None and "sdy.sharding" in attributes[i]:
+            text = str(attributes[i]["sdy.sharding"])
+        try:
+            specs.append(read_spec(text, ir.RankedTensorType(kind).rank))
+        except _SubAxis:
+            specs.append(None)
+    return specs
 
 
 def read_meshes(module: Any) -> dict[str, tuple[tuple[str, int], ...]]:

@@ -18,9 +18,10 @@ from collmm.cost.hardware import CHIPS, chip
 from collmm.errors import Reason
 from collmm.gate import make_site
 from collmm.options import Options
-from collmm.partition import partition
-from collmm.plan import Plan, make_plan
+from collmm.partition import DotSharding, partition
+from collmm.plan import Decision, Plan, make_plan
 from collmm.rewrite import rewrite
+from collmm.scatter_sums import next_sums, pin_results, scatter_sums
 from collmm.sites import EinsumSite
 
 DEFAULT_CHIP = "v5e"
@@ -74,15 +75,36 @@ def plan_program(
     captured = capture(closed)
     meshes = find_meshes(captured, [*in_shardings, *out_shardings], mesh)
     row, note = hardware(options, meshes.values())
-    if any(m.size > 1 for m in meshes.values()):
-        found = partition(captured, in_shardings, out_shardings)
+
+    def planned(found: dict[int, DotSharding]) -> Plan:
         sites = [_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in captured.dots]
-    else:
+        return make_plan(sites, options, row, note=note, program=name)
+
+    if not any(m.size > 1 for m in meshes.values()):
         sites = [_alone(make_site(d, None)) for d in captured.dots]
-    plan = make_plan(sites, options, row, note=note, program=name)
+        return Planned(make_plan(sites, options, row, note=note, program=name), closed)
+    found, results = partition(captured, in_shardings, out_shardings)
+    plan = planned(found)
+    done: dict[int, Decision] = {}
+    while sums := next_sums(plan, done):
+        if not done:
+            mesh = meshes[plan.decisions[min(sums)].site.axis_sizes]
+            pinned = pin_results(captured.closed, results, out_shardings, mesh)
+            captured = dataclasses.replace(captured, closed=pinned)
+        done.update((i, plan.decisions[i]) for i in sums)
+        scattered = scatter_sums(captured, plan, sums, meshes)
+        captured = dataclasses.replace(captured, closed=scattered)
+        # What follows a scattered sum lies on shards now: ask again where the gathers are.
+        found, _ = partition(captured, in_shardings, out_shardings)
+        plan = _with_decisions(planned(found), done)
     if not plan.rewritten:
         return Planned(plan, closed)
     return Planned(plan, rewrite(captured, plan, meshes))
+
+
+def _with_decisions(plan: Plan, known: dict[int, Decision]) -> Plan:
+    decisions = tuple(known.get(d.site.index, d) for d in plan.decisions)
+    return dataclasses.replace(plan, decisions=decisions)
 
 
 def find_meshes(

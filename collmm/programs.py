@@ -17,10 +17,13 @@ import numpy as np
 
 from collmm import _jax
 from collmm.api import OverlappedFunction, overlap_collectives
-from collmm.errors import ProgramError
+from collmm.errors import ProgramError, TargetError
 from collmm.options import Options
 from collmm.program_file import AXIS_TYPES, ProgramFile, describe, literal_mesh, load
 from collmm.targets import Target, apply_environment, parse_target
+
+# XLA's ids of CPU devices give 11 bits to the device and the others to the process.
+MOST_CPU_DEVICES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +82,22 @@ def open_program(path: str | os.PathLike, target: str | None = None) -> Program:
     if found is None and shape is not None:
         found = parse_target(f"cpu:{math.prod(shape.values())}")
     if found is not None:
-        apply_environment(found.name)
+        _prepare(found)
     file = load(path)
     if found is None:
         found = parse_target(f"cpu:{file.device_count}")
-        apply_environment(found.name)
+        _prepare(found)
     return build(file, found, make_mesh(file, found, file.device_orders[0]))
+
+
+def _prepare(target: Target) -> None:
+    """Set the environment for ``target``; TargetError when the devices cannot be simulated."""
+    if target.kind == "cpu" and target.device_count > MOST_CPU_DEVICES:
+        raise TargetError(
+            f"{target.name}: one process simulates at most {MOST_CPU_DEVICES} CPU devices; "
+            "name a tpu or gpu target, or make the mesh smaller"
+        )
+    apply_environment(target.name)
 
 
 def make_mesh(

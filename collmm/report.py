@@ -176,8 +176,10 @@ def _decision_json(d: Decision) -> dict[str, Any]:
         else {
             "einsum_s": e.einsum_s,
             "collective_s": e.collective_s,
+            "ring_s": e.ring_s,
             "slowdown": e.slowdown,
             "extra_s": e.extra_s,
+            "rest_s": e.rest_s,
             "before_s": e.before_s,
             "after_s": e.after_s,
             "note": e.note,

@@ -32,7 +32,7 @@ from collmm.primitives import (
 )
 from collmm.rewrite_manual import check_type, manual_gather, manual_scatter, partial_einsum
 from collmm.share import share_rings
-from collmm.sites import ALL_GATHER, Spec
+from collmm.sites import ALL_GATHER, REDUCE_SCATTER, Spec
 
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
@@ -123,7 +123,7 @@ class _Rewriter:
         if decision.collective.kind == ALL_GATHER:
             new = _gather_eqn(eqn, decision, mesh, producers)
         else:
-            new = _scatter_eqn(eqn, decision, mesh)
+            new = scatter_eqn(eqn, decision, mesh)
         check_type(eqn, new)
         return new
 
@@ -149,7 +149,8 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
     )
 
 
-def _scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
+def scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
+    """Return the equation of an einsum whose sum is scattered on a ring, in place of ``eqn``."""
     site, collective = decision.site, decision.collective
     assert collective is not None
     params = {
@@ -166,7 +167,7 @@ def _result_spec(decision: Decision) -> Spec:
     """Return the sharding of the result after every reduce-scatter next to the einsum."""
     spec = decision.site.out_spec
     for c in decision.site.loopable:
-        if c.kind != ALL_GATHER:
+        if c.kind == REDUCE_SCATTER or c is decision.collective is not None and c.kind != ALL_GATHER:
             spec = _appended(spec, c.dim, c.axes)
     return spec
 

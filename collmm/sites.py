@@ -17,6 +17,7 @@ Spec = tuple[tuple[str, ...], ...]
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_REDUCE = "all-reduce"
+LOOPED = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Collective:
     Attributes:
       kind: ``all-gather``, ``reduce-scatter``, ``all-reduce``, or another kind's HLO name.
       operand: 0 (lhs) or 1 (rhs) for a collective on an operand, None for one on the result.
-      dim: the dimension of that operand, or of the result, that is gathered or scattered; -1 if
-        the kind has none.
+      dim: the dimension of that operand, or of the result, that is gathered or scattered; for an
+        all-reduce the dimension by which a ring can scatter the sum first; -1 if there is none.
       axes: the mesh axes it runs over, major to minor.
       bytes: bytes per device of the whole (gathered, or not yet scattered) value.
     """
@@ -77,6 +78,7 @@ class EinsumSite:
       refusal: why no loop can take it, None when at least one can.
       detail: more about the refusal, in words.
       manual: it stands inside a user's ``shard_map``: shapes are one device's, specs are empty.
+      typed: the result's sharding is part of its type (explicit mesh axes).
     """
 
     index: int
@@ -94,11 +96,12 @@ class EinsumSite:
     refusal: Reason | None = None
     detail: str = ""
     manual: bool = False
+    typed: bool = False
 
     @property
     def loopable(self) -> tuple[Collective, ...]:
         """The collectives that a ring can replace."""
-        return tuple(c for c in self.collectives if c.kind in (ALL_GATHER, REDUCE_SCATTER))
+        return tuple(c for c in self.collectives if c.kind in LOOPED and c.dim >= 0)
 
     def ring_size(self, collective: Collective) -> int:
         """Number of devices on the ring of ``collective``."""

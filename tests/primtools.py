@@ -171,6 +171,9 @@ GATHERS = {
     "minor-axis-of-two": lambda **k: gather(
         [("sk,kf->sf", 0, "- m", "d m")], ("sk", "d,m -"), 0, **k
     ),
+    "different-sums": lambda **k: gather(
+        [("sk,kf->sf", 0, "- m", "- m"), ("kf,sk->fs", 1, "- m,d", "m,d -")], ("sk", "m -"), 0, **k
+    ),
     "local-is-whole": lambda **k: gather([("sk,kf->sf", 0, "- -", "- -")], ("sk", "m -"), 0, **k),
     "sum-over-another-axis": lambda **k: gather(
         [("sk,kf->sf", 0, "d m", "- m")], ("sk", "m d"), 0, **k
@@ -183,7 +186,7 @@ GATHERS = {
             ("bsk,kf->bsf", 0, "- m", "d - m"),
             ("kh,bsk->bsh", 1, "- m", "d - m"),
             ("bsk,bsf->kf", 0, "d - m", "- m"),
-            ("bsk,sf->bkf", 0, "- -", "d - -"),
+            ("bsk,sf->bkf", 0, "- m", "d - m"),
         ],
         ("bsk", "d m -"),
         1,

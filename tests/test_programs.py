@@ -349,6 +349,13 @@ def test_a_mesh_larger_than_the_process_has_devices_names_both(program):
         open_program(program(with_build("return 1").replace('"x": 2', '"x": 32')))
 
 
+@pytest.mark.parametrize("mesh", ["{'x': 3, 'y': 683}", "dict(x=2049)"], ids=["literal", "not"])
+def test_a_mesh_that_no_process_can_simulate_is_one_line(program, mesh):
+    path = program(f"MESH = {mesh}\n{BUILD}")
+    with pytest.raises(TargetError, match=r"cpu:2049: one process simulates at most 2048 CPU"):
+        open_program(path)
+
+
 def test_an_unknown_target_is_found_before_the_file_is_looked_at(tmp_path):
     with pytest.raises(TargetError, match="'tpu:v9:2x4'"):
         open_program(tmp_path / "missing.py", "tpu:v9:2x4")

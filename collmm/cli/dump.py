@@ -69,6 +69,8 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
         print(json.dumps(document, indent=1))
         return 0
     print(plan)
+    if program.target.hardware is not None and program.target.note:
+        print(f"note: {program.target.note}")
     print()
     print(f"collectives of the optimized program for {program.target.name}, per device:")
     print(report.collectives_table(before, after))

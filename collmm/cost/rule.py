@@ -17,7 +17,7 @@ import dataclasses
 from collmm.cost import collectives
 from collmm.cost.figures import Chip
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_REDUCE, Collective, EinsumSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +27,20 @@ class Estimate:
     Attributes:
       einsum_s: the undecomposed einsum on one device, at the chip's peak.
       collective_s: the original collective.
+      ring_s: the part of it that the ring takes over: all of it, or for an all-reduce the
+        reduce-scatter.
       slowdown: m, time of the ring of permutes over that of the collective.
       extra_s: prologue and epilogue of the ring.
+      rest_s: what stays a plain collective after the ring: the gather of an all-reduce.
       note: what had to be assumed, or empty.
     """
 
     einsum_s: float
     collective_s: float
+    ring_s: float
     slowdown: float
     extra_s: float
+    rest_s: float = 0.0
     note: str = ""
 
     @property
@@ -46,7 +51,7 @@ class Estimate:
     @property
     def after_s(self) -> float:
         """The overlapped loop."""
-        return max(self.einsum_s, self.collective_s * self.slowdown) + self.extra_s
+        return max(self.einsum_s, self.ring_s * self.slowdown) + self.extra_s + self.rest_s
 
     @property
     def pays(self) -> bool:
@@ -65,13 +70,18 @@ def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip:
     ring = _ring(chip, schedule.ring_size)
     if ring.note:
         notes.append(ring.note)
-    time = (
-        collectives.all_gather_s if collective.kind == ALL_GATHER else collectives.reduce_scatter_s
+    size = collective.bytes
+    ring_s = (
+        collectives.all_gather_s(ring, size)
+        if collective.kind == ALL_GATHER
+        else collectives.reduce_scatter_s(ring, size)
     )
-    collective_s = time(ring, collective.bytes)
+    rest_s = collectives.all_gather_s(ring, size) if collective.kind == ALL_REDUCE else 0.0
     slowdown = collectives.slowdown(ring, two_way=schedule.two_way)
-    extra_s = 2 * collective_s * slowdown / schedule.ring_size
-    return Estimate(einsum_s, collective_s, slowdown, extra_s, "; ".join(notes))
+    extra_s = 2 * ring_s * slowdown / schedule.ring_size
+    return Estimate(
+        einsum_s, ring_s + rest_s, ring_s, slowdown, extra_s, rest_s, "; ".join(notes)
+    )
 
 
 def _ring(chip: Chip, size: int) -> collectives.Ring:

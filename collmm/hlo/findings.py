@@ -25,7 +25,8 @@ class Work:
 
     ``seconds`` is the predicted time of one run, all turns of a loop together; None when neither
     the text nor the caller says. It is a lower bound unless ``complete``: something inside a loop
-    or call had no time. ``cycles`` is the TPU compiler's own estimate.
+    or call had no time. ``cycles`` is the TPU compiler's own estimate; ``origin`` says where
+    ``seconds`` come from, empty for a loop or call.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Work:
     seconds: float | None
     cycles: int | None = None
     complete: bool = True
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Finding:
     groups are not whole axes; ``shift`` is how far a permute along one axis moves each shard.
     ``line`` is that of the text, ``source`` the user's; where the compiler gives none, as for a
     gathered argument, that of the work that needs it, or for a reduction of the work that made it.
-    ``executed`` is how often it runs, None when unknown. ``work`` is what runs between start and
+    ``rings`` is how many rings at once the TPU compiler's text says it runs, None where it says
+    nothing. ``executed`` is how often it runs, None when unknown. ``work`` is what runs between start and
     done.
 
     Times are predicted seconds per run: ``transfer`` from the caller's link model, ``exposed`` what
@@ -68,6 +71,7 @@ class Finding:
     pairs: Pairs = ()
     axes: tuple[str, ...] | None = None
     shift: int | None = None
+    rings: int | None = None
     done: str | None = None
     work: tuple[Work, ...] = ()
     transfer: float | None = None

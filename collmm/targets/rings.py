@@ -139,16 +139,16 @@ def _load(
     for ring in places:
         for way in ways:
             for index, start in enumerate(ring):
-                route = list(_route(start, ring[(index + way) % len(ring)], shape, wrap))
-                longest = max(longest, len(route))
-                links.update(route)
+                steps = list(route(start, ring[(index + way) % len(ring)], shape, wrap))
+                longest = max(longest, len(steps))
+                links.update(steps)
     return max(links.values(), default=0), longest
 
 
-def _route(
+def route(
     start: Coords, end: Coords, shape: tuple[int, ...], wrap: tuple[bool, ...]
 ) -> Iterator[tuple[Coords, int, int]]:
-    """The directed links (from, axis, +1 or -1) of a route, one axis after the other."""
+    """The directed links (from, axis, +1 or -1) of a route, one torus axis after the other."""
     here = list(start)
     for axis, size in enumerate(shape):
         ahead = (end[axis] - here[axis]) % size
