@@ -166,20 +166,25 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
 
 def _footing(programs: Sequence[Audited]) -> str:
     """Where the figures come from, what is not known, what was assumed."""
-    lines = []
+    lines: list[str] = []
+    options: dict[tuple[str, str], list[str]] = {}
     for p in programs:
-        lines += [f"{p.title} compiled with {name}: {reason}" for name, reason in p.options]
+        for option in p.options:
+            options.setdefault(option, []).append(p.title)
+    for (name, reason), who in options.items():
+        lines.append(f"compiled with {name} ({'; '.join(who)}): {reason}")
     for p in programs:
         if p.prediction is None:
             continue
         line = p.prediction.timeline
-        lines += [f"{p.title}, {s}" for s in p.prediction.sources if not p.brief]
+        if p.prediction.sources and not p.brief:
+            lines += [f"{p.title} is predicted from:", *(f"  {s}" for s in p.prediction.sources)]
         if line is not None and line.untimed:
             kinds = Counter(line.untimed.values())
             what = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
             lines.append(f"{p.title}: no time is known for {what}; its totals are lower bounds")
     notes = dict.fromkeys(n for p in programs if p.prediction for n in p.prediction.notes)
-    return "\n".join([*dict.fromkeys(lines), *(f"note: {n}" for n in notes)])
+    return "\n".join([*lines, *(f"note: {n}" for n in notes)])
 
 
 def _json(p: Audited) -> dict[str, Any]:

@@ -159,6 +159,9 @@ def _sources(line: Timeline, chip: Chip, basis: Basis) -> tuple[str, ...]:
         times.CYCLES: f"the compiler's estimated_cycles at {_figure(chip.clock)}",
         times.EXEC_TIME: "the compiler's exec_time_us",
         times.MEMORY: f"bytes over memory bandwidth, {_figure(chip.hbm.figure(basis))}",
+        times.CORRECTED: "bytes over memory bandwidth or flops over matrix peak, the longer: the "
+        "compiler's exec_time_us of a bf16 product with a float32 result is that without tensor "
+        "cores",
         times.PRODUCT: f"flops over matrix peak, bf16 {_figure(chip.bf16.figure(basis))}",
     }
     out = [

@@ -85,15 +85,14 @@ def plan_program(
         return Planned(make_plan(sites, options, row, note=note, program=name), closed)
     found, results = partition(captured, in_shardings, out_shardings)
     plan = planned(found)
+    free = captured
     done: dict[int, Decision] = {}
     while sums := next_sums(plan, done):
-        if not done:
-            mesh = meshes[plan.decisions[min(sums)].site.axis_sizes]
-            pinned = pin_results(captured.closed, results, out_shardings, mesh)
-            captured = dataclasses.replace(captured, closed=pinned)
         done.update((i, plan.decisions[i]) for i in sums)
-        scattered = scatter_sums(captured, plan, sums, meshes)
-        captured = dataclasses.replace(captured, closed=scattered)
+        free = dataclasses.replace(free, closed=scatter_sums(free, plan, sums, meshes))
+        mesh = meshes[plan.decisions[min(sums)].site.axis_sizes]
+        pinned = pin_results(free.closed, results, out_shardings, mesh)
+        captured = dataclasses.replace(free, closed=pinned)
         # What follows a scattered sum lies on shards now: ask again where the gathers are.
         found, _ = partition(captured, in_shardings, out_shardings)
         plan = _with_decisions(planned(found), done)

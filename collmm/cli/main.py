@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from absl import logging
 
 import collmm
-from collmm.cli import dump
+from collmm.cli import audit, dump, targets
 from collmm.cli.command import Command
 from collmm.cost.hardware import nearest
 from collmm.errors import CollmmError
 
-COMMANDS: dict[str, Command] = {c.name: c for c in (dump.COMMAND,)}
+COMMANDS: dict[str, Command] = {
+    c.name: c for c in (dump.COMMAND, audit.COMMAND, targets.COMMAND)
+}
 OK, BAD_INPUT = 0, 2
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from collmm.hlo.calls import executions
+from collmm.hlo.groups import spelled_mesh
 from collmm.hlo.instruction import Computation, Instruction
 from collmm.hlo.parse import Module
 
@@ -140,6 +142,21 @@ def summarize(module: Module) -> dict[str, CollectiveCount]:
         had = out.get(c.kind, CollectiveCount(c.kind))
         out[c.kind] = had.plus(c.bytes, times[c.computation])
     return {k: out[k] for k in KINDS if k in out}
+
+
+def written_mesh(module: Module, devices: int) -> dict[str, int] | None:
+    """The mesh of ``devices`` that the text itself spells in its collectives, axes to sizes.
+
+    None where it spells none, several, or one of other devices.
+    """
+    meshes = []
+    for c in collectives(module):
+        mesh = spelled_mesh(c.instruction.attrs.get("replica_groups", ""))
+        if mesh is not None and mesh not in meshes:
+            meshes.append(mesh)
+    if len(meshes) != 1 or math.prod(meshes[0].values()) != devices:
+        return None
+    return meshes[0]
 
 
 def _starts(computation: Computation) -> bool:

@@ -23,6 +23,7 @@ CYCLES = "estimated_cycles"
 EXEC_TIME = "exec_time_us"
 MEMORY = "bytes over memory bandwidth"
 PRODUCT = "flops over matrix peak"
+CORRECTED = "bytes or flops instead of an implausible exec_time_us"
 GIVEN = "given"
 
 # XLA's GPU table of matrix products has no row for half-precision operands with a float32 result:
@@ -69,7 +70,7 @@ class Durations:
         if stated is not None:
             own = self._widening_product(module, computation, i)
             if own is not None and stated > _IMPLAUSIBLE * own.seconds:
-                return own
+                return Duration(own.seconds, CORRECTED)
             return Duration(stated, EXEC_TIME if cost.exec_time_us(i) is not None else CYCLES)
         if self.given is not None and (seconds := self.given(i)) is not None:
             return Duration(seconds, GIVEN)

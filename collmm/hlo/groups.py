@@ -113,6 +113,18 @@ def device_pairs(i: Instruction, *, replicas: int, partitions: int) -> Pairs:
     )
 
 
+def spelled_mesh(text: str) -> dict[str, int] | None:
+    """The mesh axes with their sizes that ``replica_groups`` spell; None when they spell none.
+
+    A mesh whose devices are not in order has no such axes.
+    """
+    found = _MESH.match(text.strip())
+    if not found or found["ids"]:
+        return None
+    axes = [_AXIS.match(a.strip()) for a in found["axes"].split(",") if a.strip()]
+    return {m[1]: int(m[2]) for m in axes if m} or None
+
+
 def axes_of_groups(groups: Groups, mesh_axes: Mapping[str, int]) -> tuple[str, ...] | None:
     """The mesh axes the groups run over, in mesh order; None when they are not whole axes.
 

@@ -246,6 +246,8 @@ class Links:
 
 
 def _direction(finding: Finding) -> str:
-    if finding.shift is None:
-        return " permute"
-    return " +" if finding.shift > 0 else " -"
+    """Which way round a permute goes: by its shift along a mesh axis, else as most of its pairs."""
+    if finding.shift is not None:
+        return " +" if finding.shift > 0 else " -"
+    upward = sum((t > s) - (t < s) for s, t in finding.pairs)
+    return " +" if upward > 0 else " -" if upward < 0 else " permute"
