@@ -12,6 +12,7 @@ from collmm.errors import (
 )
 from collmm.options import Options
 from collmm.plan import Decision, Plan
+from collmm.testing import assert_overlapped
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "ProgramError",
     "Reason",
     "TargetError",
+    "assert_overlapped",
     "no_overlap",
     "overlap_collectives",
 ]

@@ -549,7 +549,8 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
     _ad.primitive_transposes[primitive] = transpose
     _batching.fancy_primitive_batchers[primitive] = batch
     _pe.custom_partial_eval_rules[primitive] = partial_eval
-    _mlir.register_lowering(primitive, lower)
+    # Not cacheable: the rule looks at the program round it, so it must be written in place.
+    _mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive
 
 
@@ -604,13 +605,6 @@ def lowering_module(ctx: Any) -> Any:
     """Return the MLIR module that a lowering rule is writing."""
     return ctx.module_context.module
 
-
-def lowering_devices(ctx: Any) -> Sequence[Any] | None:
-    """Return the devices that the program being lowered will run on, None when not yet known."""
-    return getattr(ctx.module_context.axis_context, "device_assignment", None)
-
-
-# --- inside a shard_map ---
 
 
 def var_like(var: Var, shape: tuple[int, ...]) -> Var:

@@ -36,7 +36,7 @@ class Audited:
 
 
 def text(programs: Sequence[Audited], width: int = 80) -> str:
-    """Return the whole audit: totals, then per program its collectives and schedule, then memory."""
+    """Return the whole audit: totals, each program's collectives and schedule, memory, sources."""
     parts = [totals(programs)]
     for p in programs:
         if p.prediction is not None and not p.brief:
@@ -54,6 +54,7 @@ def totals(programs: Sequence[Audited]) -> str:
     rows = []
     for p in programs:
         line = p.prediction.timeline if p.prediction else None
+        cells: tuple[str, ...]
         if p.prediction is None:
             cells = ("does not fit", "-", "-", "-", "-")
         elif line is None:
@@ -157,7 +158,9 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
         f = c.finding
         where = f"{os.path.basename(f.source.file)}:{f.source.line}" if f.source else "?"
         names = ", ".join(e.name for e in c.einsums)
-        saving = "unknown" if c.saving is None else report.seconds(c.saving) if c.saving else "nothing"
+        saving = (
+            "unknown" if c.saving is None else report.seconds(c.saving) if c.saving else "nothing"
+        )
         rows.append(
             (f"{f.kind} {f.name}", report.human_bytes(f.bytes), ring(f), where, names, saving)
         )
@@ -190,7 +193,7 @@ def _footing(programs: Sequence[Audited]) -> str:
 def _json(p: Audited) -> dict[str, Any]:
     out: dict[str, Any] = {
         "title": p.title,
-        "compiler_options": {name: reason for name, reason in p.options},
+        "compiler_options": dict(p.options),
         "memory": p.memory.to_json() if p.memory else None,
         "fits": None if p.memory is None else not p.memory.excess,
     }

@@ -17,7 +17,9 @@ from collmm.hlo.live import live_results
 from collmm.hlo.parse import Module
 
 _OVERFLOW = (
-    re.compile(r"required for HLO temporaries \((?P<need>[\d.]+[KMGT]?)\).*HBM \((?P<have>[\d.]+[KMGT]?)\)"),
+    re.compile(
+        r"required for HLO temporaries \((?P<need>[\d.]+[KMGT]?)\).*HBM \((?P<have>[\d.]+[KMGT]?)\)"
+    ),
     re.compile(r"Used (?P<need>[\d.]+[KMGT]?)i?B? of (?P<have>[\d.]+[KMGT]?)i?B? hbm"),
 )
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -61,7 +63,9 @@ class Memory:
         return {**dataclasses.asdict(self), "excess": self.excess}
 
 
-def memory_of(compiled: Any, module: Module | None = None, chip: Chip | None = None) -> Memory | None:
+def memory_of(
+    compiled: Any, module: Module | None = None, chip: Chip | None = None
+) -> Memory | None:
     """Return the memory of a ``jax.stages.Compiled``; None where its backend tells nothing.
 
     Args:
@@ -117,7 +121,7 @@ def overflow_of(error: Exception) -> Memory | None:
 
 
 def table(rows: Mapping[str, Memory]) -> str:
-    """Return the memory of programs, title to memory, as a table and a line for each that is too big.
+    """Return the memory of programs as a table, and a line for each that does not fit.
 
     >>> print(table({"original": Memory(3 * 2**30, 2**30, 2**30, 2**30, 0, 2**29, 0, 2**31)}))
     memory     peak     arguments  outputs  temporaries  of them gathered  other collectives

@@ -109,14 +109,16 @@ def _with_decisions(plan: Plan, known: dict[int, Decision]) -> Plan:
 def find_meshes(
     captured: Captured, shardings: Sequence[Any], mesh: Any
 ) -> dict[tuple[tuple[str, int], ...], Any]:
-    """Return every concrete mesh that the program names, by its axes and their sizes."""
+    """Return every mesh that the program names, by its axes and their sizes."""
     candidates = [getattr(s, "mesh", None) for s in shardings]
     candidates += [getattr(s, "mesh", None) for s in _jax.constraint_shardings(captured.closed)]
     candidates.append(mesh)
     found: dict[tuple[tuple[str, int], ...], Any] = {}
-    for m in candidates:
-        if isinstance(m, jax.sharding.Mesh) and not m.empty:
-            found.setdefault(tuple(m.shape.items()), m)
+    # A mesh with devices before one without: the same axes, but it can name its hardware.
+    for kind in (jax.sharding.Mesh, jax.sharding.AbstractMesh):
+        for m in candidates:
+            if isinstance(m, kind) and not m.empty:
+                found.setdefault(tuple(m.shape.items()), m)
     return found
 
 
@@ -125,6 +127,8 @@ def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
     if options.chip is not None:
         return chip(options.chip), ""
     for mesh in meshes:
+        if not isinstance(mesh, jax.sharding.Mesh):
+            continue
         device = mesh.devices.flat[0]
         kind = device.device_kind
         if kind in _DEVICE_KINDS:

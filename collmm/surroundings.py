@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import func
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,35 +24,34 @@ def operand_shardings(
 ) -> tuple[list[Any], Any]:
     """Return the sharding of each operand of the equation being lowered, and the mesh.
 
-    None stands for what cannot be told: inside the body of a loop, or on one device.
+    None stands for what cannot be told: inside the body of a loop, on one device, or with several
+    meshes in one program.
     """
     nothing = [None] * len(operands)
-    devices = _jax.lowering_devices(ctx)
-    module = _jax.lowering_module(ctx)
-    meshes = {k: v for k, v in read_meshes(module).items() if v}
-    if devices is None or not meshes:
-        return nothing, None
-    mesh = _mesh(next(iter(meshes.values())), devices)
-    if mesh is None:
-        return nothing, None
+    if any(_jax.typed_sharding(aval) is not None for aval in avals):
+        return [aval.sharding for aval in avals], avals[0].sharding.mesh
     block = ir.InsertionPoint.current.block
     if block.owner.operation.name != "func.func":
-        return nothing, mesh
-    text = _module_ending_at(module, block, operands)
-    copy = ir.Module.parse(text, context=module.context)
+        return nothing, None
+    module = _jax.lowering_module(ctx)
+    copy = ir.Module.parse(_module_ending_at(module, block, operands), context=module.context)
     with module.context:
-        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(
-            copy.operation
-        )
+        for pipeline in ("sdy-lift-inlined-meshes", "sdy-propagation-pipeline"):
+            passmanager.PassManager.parse(f"builtin.module({pipeline})").run(copy.operation)
+    meshes = [axes for axes in read_meshes(copy).values() if axes]
+    if len(meshes) != 1:
+        return nothing, None
+    mesh = _abstract_mesh(meshes[0])
     name = ir.StringAttr(block.owner.operation.attributes["sym_name"]).value
-    return [_sharding(a, mesh, v.ndim) for a, v in zip(_results(copy, name), avals, strict=True)], mesh
+    found = [_sharding(a, mesh, v.ndim) for a, v in zip(_results(copy, name), avals, strict=True)]
+    return found, mesh
 
 
-def _mesh(axes: tuple[tuple[str, int], ...], devices: Sequence[Any]) -> Any:
+def _abstract_mesh(axes: tuple[tuple[str, int], ...]) -> Any:
+    """Return the mesh by its axes alone: which devices it has is settled after lowering."""
     names, sizes = zip(*axes, strict=True)
-    if int(np.prod(sizes)) != len(devices):
-        return None
-    return jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), names)
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
 
 
 def _module_ending_at(module: Any, block: Any, operands: Sequence[Any]) -> str:

@@ -107,9 +107,7 @@ def _audits(
         raise OptionError("--mesh is for a compiled text; a program file has its own MESH")
     program = open_program(path, values.target)
     with program.context():
-        done = auditing.audit_program(
-            program, policy=values.policy, original_only=values.original
-        )
+        done = auditing.audit_program(program, policy=values.policy, original_only=values.original)
     heading = f"{path} for {program.target.name}"
     if done.plan is not None:
         plan = done.plan
@@ -148,8 +146,8 @@ COMMAND = Command(
     "audit",
     "PROGRAM|FILE",
     "show which collectives of the compiled schedule are overlapped, and what is exposed",
-    """PROGRAM is a program file, see collmm dump --help: the original program and the overlapped one
-    are compiled for the target and both schedules read. On a TPU the original is compiled a
+    """PROGRAM is a program file, see collmm dump --help: the original program and the overlapped
+    one are compiled for the target and both schedules read. On a TPU the original is compiled a
     second time, with the compiler's own decomposition of collectives and einsums off.
 
     FILE is optimized HLO text, from collmm dump or from anybody's --xla_dump_to

@@ -6,17 +6,20 @@ import contextlib
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import flags, logging
 
-from collmm import dump, report
+from collmm import dump, memory, report
 from collmm.cli.command import Command
 from collmm.errors import OptionError
 from collmm.hlo.collectives import summarize
-from collmm.hlo.parse import parse
+from collmm.hlo.parse import Module, parse
 from collmm.options import POLICIES
+from collmm.plan import Plan
 from collmm.programs import Program, open_program
+from collmm.targets import Target
 
 
 def define(values: flags.FlagValues) -> None:
@@ -57,15 +60,28 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     with contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext():
         program = open_program(arguments[0], values.target)
         with program.context():
-            plan, texts = _texts(program, values.policy, values.chip, folder)
-    before, after = (summarize(parse(texts[f"{when}.hlo.txt"])) for when in ("before", "after"))
+            plan, texts, compilers = _texts(program, values.policy, values.chip, folder)
+    # A program that its compiler refused for its memory has no text.
+    modules = {
+        when: parse(text) if (text := texts[f"{when}.hlo.txt"]) else None
+        for when in ("before", "after")
+    }
+    before, after = ({} if m is None else summarize(m) for m in modules.values())
+    memories = {when: c.memory(modules[when]) for when, c in compilers.items()}
+    known = {when: m for when, m in memories.items() if m is not None}
     files = [] if folder is None else [str(folder / name) for name in texts]
     if values.json:
         collectives = {
             "before": report.collectives_json(before),
             "after": report.collectives_json(after),
         }
-        document = {"plan": plan.to_json(), "collectives": collectives, "files": files}
+        document = {
+            "plan": plan.to_json(),
+            "collectives": collectives,
+            "memory": {when: m.to_json() for when, m in known.items()},
+            "compiler_options": program.target.compiler_options,
+            "files": files,
+        }
         print(json.dumps(document, indent=1))
         return 0
     print(plan)
@@ -74,25 +90,64 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     print()
     print(f"collectives of the optimized program for {program.target.name}, per device:")
     print(report.collectives_table(before, after))
+    if known:
+        print(f"\n{memory.table(known)}")
+    if plan.rewritten:
+        for option in program.target.options:
+            print(f"after is compiled with {option.name}={option.value}: {option.reason}")
     if folder is not None:
         print(f"\nwrote {len(files)} files to {folder}: {', '.join(texts)}")
     return 0
 
 
-def _texts(program: Program, policy: str | None, chip: str | None, folder: pathlib.Path | None):
+class _Compiler:
+    """Compiles one program and keeps what is needed to tell its memory."""
+
+    def __init__(self, target: Target, options: Mapping[str, Any]):
+        self.target = target
+        self.options = options
+        self.compiled: Any = None
+        self.overflow: memory.Memory | None = None
+
+    def __call__(self, lowered: Any) -> _Compiler:
+        self.compiled, self.overflow = memory.compiled_or_overflow(
+            lambda: self.target.compile(lowered, self.options)
+        )
+        return self
+
+    def as_text(self) -> str:
+        """The optimized HLO; empty when the program was refused for its memory."""
+        return "" if self.compiled is None else self.compiled.as_text() or ""
+
+    def memory(self, module: Module | None) -> memory.Memory | None:
+        """The memory of the program, whose text ``module`` is."""
+        if self.compiled is None:
+            return self.overflow
+        hardware = self.target.hardware
+        chip = hardware.per_device() if hardware else None
+        return memory.memory_of(self.compiled, module, chip)
+
+
+def _texts(
+    program: Program, policy: str | None, chip: str | None, folder: pathlib.Path | None
+) -> tuple[Plan, dict[str, str], dict[str, _Compiler]]:
     target = program.target
     overlapped = program.overlapped(policy, chip)
     logging.info("planning %s on %s", program.file.path, target.name)
     plan = overlapped.plan(*program.args)
+    compilers = {"before": _Compiler(target, target.baseline_options())}
+    if plan.rewritten:
+        compilers["after"] = _Compiler(target, target.compiler_options)
     named = dump.texts(
         plan,
         overlapped,
         program.args,
         {},
-        lambda lowered: target.compile(lowered, target.baseline_options()),
-        target.compile,
+        compilers["before"],
+        compilers.get("after", compilers["before"]),
     )
-    return plan, dict(_logged(named)) if folder is None else dump.write(folder, _logged(named))
+    texts = dict(_logged(named)) if folder is None else dump.write(folder, _logged(named))
+    return plan, texts, compilers
 
 
 def _logged(named):

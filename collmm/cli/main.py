@@ -18,9 +18,7 @@ from collmm.cli.command import Command
 from collmm.cost.hardware import nearest
 from collmm.errors import CollmmError
 
-COMMANDS: dict[str, Command] = {
-    c.name: c for c in (dump.COMMAND, audit.COMMAND, targets.COMMAND)
-}
+COMMANDS: dict[str, Command] = {c.name: c for c in (dump.COMMAND, audit.COMMAND, targets.COMMAND)}
 OK, BAD_INPUT = 0, 2
 
 

@@ -33,7 +33,9 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
         return 0
     headers = ("target", "example", "bf16 TFLOP/s", "HBM", "HBM GB/s", "link GB/s", "compiler")
     print(report.table(headers, [_cells(row) for row in rows]))
-    print("\nper chip or GPU, nominal; link: one way, of one ICI link or of a GPU's NVLink together")
+    print(
+        "\nper chip or GPU, nominal; link: one way, of one ICI link or of a GPU's NVLink together"
+    )
     if values.sources:
         for row in rows:
             if row.hardware is not None:

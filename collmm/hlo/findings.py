@@ -48,8 +48,8 @@ class Finding:
     ``line`` is that of the text, ``source`` the user's; where the compiler gives none, as for a
     gathered argument, that of the work that needs it, or for a reduction of the work that made it.
     ``rings`` is how many rings at once the TPU compiler's text says it runs, None where it says
-    nothing. ``executed`` is how often it runs, None when unknown. ``work`` is what runs between start and
-    done.
+    nothing. ``executed`` is how often it runs, None when unknown. ``work`` is what runs between
+    start and done.
 
     Times are predicted seconds per run: ``transfer`` from the caller's link model, ``exposed`` what
     of it no work covers, both None without a link model. ``exposed`` is an upper bound when some

@@ -42,7 +42,8 @@ def _block(share: float) -> str:
 
 
 def _axis(timeline: Timeline, label: int, width: int) -> str:
-    unit, factor = ("ms", 1e3) if timeline.step >= 1e-3 else ("us", 1e6)
+    scales = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+    unit, factor = next((s for s in scales if timeline.step * s[1] >= 1), scales[-1])
     end = f"{timeline.step * factor:.3g} {unit} predicted"
     if not timeline.complete:
         end = f"at least {end}"

@@ -18,7 +18,7 @@ _ALIASES = ("bitcast", "get-tuple-element", "tuple", "opt-barrier", "while", "ad
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Most bytes per device that are live at one time: of gathered values, of other collectives'."""
+    """Most bytes per device live at one time: of gathered values, of other collectives' results."""
 
     gathered: int
     others: int

@@ -24,8 +24,15 @@ def trace_events(timelines: Mapping[str, Timeline], note: str = "") -> dict[str,
     for pid, (title, timeline) in enumerate(timelines.items(), 1):
         name = f"{title}, predicted" + ("" if timeline.complete else " (lower bound)")
         events.append(_named("process_name", pid, 0, name))
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0,
-                       "args": {"sort_index": pid}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": pid,
+                "tid": 0,
+                "args": {"sort_index": pid},
+            }
+        )
         events += _process(pid, timeline)
     data = {"predicted": True, "note": note} if note else {"predicted": True}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}
@@ -57,8 +64,15 @@ def _process(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
     for (lane, row), tid in threads.items():
         label = _NAMES.get(lane, f"links {lane}") + (f" ({row + 1})" if row else "")
         head.append(_named("thread_name", pid, tid, label))
-        head.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid,
-                     "args": {"sort_index": 100 * order[lane] + row}})
+        head.append(
+            {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": pid,
+                "tid": tid,
+                "args": {"sort_index": 100 * order[lane] + row},
+            }
+        )
     return head + events
 
 

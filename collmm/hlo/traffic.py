@@ -78,7 +78,9 @@ def product_operand(
 ) -> tuple[str, str] | None:
     """(HLO element type of the left operand, precision) of the first matrix product in ``i``."""
     if i.opcode == "dot" or (i.opcode == "custom-call" and is_gemm(i)):
-        config = i.attrs.get("operand_precision", "") + str(i.backend_config.get("gemm_backend_config"))
+        config = i.attrs.get("operand_precision", "") + str(
+            i.backend_config.get("gemm_backend_config")
+        )
         highest = "highest" in config.lower()
         return computation.operands(i)[0].shape.dtype, "highest" if highest else "default"
     callee = _callee(module, i) if i.opcode in ("fusion", "call") else None

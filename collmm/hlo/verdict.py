@@ -1,4 +1,4 @@
-"""The verdict on one collective: from what ran while it was in flight, and how long it was waited for."""
+"""The verdict on one collective: from what ran meanwhile, and how long it was waited for."""
 
 from __future__ import annotations
 

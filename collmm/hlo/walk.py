@@ -71,9 +71,7 @@ class Span:
 
     def times(self, count: int) -> Span:
         """This, ``count`` times over."""
-        return Span(
-            count * self.compute, count * self.exposed, count * self.copying, self.complete
-        )
+        return Span(count * self.compute, count * self.exposed, count * self.copying, self.complete)
 
 
 @dataclass(slots=True)
@@ -186,10 +184,8 @@ class Walker:
         work = Work(i.name, i.opcode, duration.seconds, estimated_cycles(i), True, duration.origin)
         return work, duration
 
-    def _call(
-        self, computation: Computation, i: Instruction
-    ) -> tuple[Span, tuple[str, ...], int]:
-        """Predicted length of all that a while, conditional or call runs; what that is, how often."""
+    def _call(self, computation: Computation, i: Instruction) -> tuple[Span, tuple[str, ...], int]:
+        """Predicted length of all that a while, conditional or call runs; what, and how often."""
         called = i.called()
         spans = {key: [self.walk(c) for c in names] for key, names in called.items()}
         if i.opcode == "while":

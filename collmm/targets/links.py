@@ -24,6 +24,11 @@ from collmm.hlo.findings import Finding
 from collmm.targets import rings
 from collmm.targets.target import Target
 
+_ONE_RING = (
+    "reduce-scatters that the compiler writes as one ring (StrategyRing, 1 colour) are taken to "
+    "use one direction of its links; if they use both they take half as long"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
@@ -106,9 +111,7 @@ class Links:
         full, note = finding.bytes, ring.note
         one_way = finding.kind == "reduce-scatter" and finding.rings == 1
         if one_way and ring.kind == "torus" and ring.size > 2:
-            note = "; ".join(
-                filter(None, (note, "reduce-scatters of a single ring use one direction"))
-            )
+            note = "; ".join(filter(None, (note, _ONE_RING)))
             # One ring through all members, not one per torus axis.
             ring_s = full * (ring.size - 1) / ring.size / ring.link
             seconds = max(ring_s, (ring.size - 1) * ring.hop_s)
@@ -178,7 +181,8 @@ class Links:
         return list(self._torus_links([self._place(d) for d in group]))
 
     def _torus_links(self, places: list[tuple[int, ...]]) -> set[Hashable]:
-        here, found = set(places), set()
+        here = set(places)
+        found: set[Hashable] = set()
         for axis, size in enumerate(self.target.shape):
             if len({p[axis] for p in places}) < 2:
                 continue

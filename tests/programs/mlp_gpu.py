@@ -1,4 +1,4 @@
-"""An 8-way tensor-parallel MLP with sequence parallelism, forward, at the size of an H100 host."""
+"""An 8-way tensor-parallel MLP with sequence parallelism, forward, sized for 8 H100."""
 
 from mlp import mlp
 

@@ -1,4 +1,4 @@
-"""An 8-way tensor-parallel MLP with sequence parallelism, forward, at the size of a TPU v5e tray."""
+"""An 8-way tensor-parallel MLP with sequence parallelism, forward, sized for 8 TPU v5e."""
 
 from mlp import mlp
 
