@@ -1,8 +1,9 @@
 """Overlap collectives with the einsums that need them, in JAX."""
 
-from collmm.api import AnalysisWarning, OverlappedFunction, no_overlap, overlap_collectives
+from collmm.api import OverlappedFunction, no_overlap, overlap_collectives
 from collmm.errors import (
     AnalysisError,
+    AnalysisWarning,
     CollmmError,
     HloError,
     OptionError,

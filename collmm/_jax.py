@@ -26,9 +26,9 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax as _xla
 from jax.experimental.xla_metadata import set_xla_metadata
 
-Jaxpr = _core.Jaxpr
+Jaxpr: Any = _core.Jaxpr
 # jax 0.12 has one class for jaxprs with and without constants.
-ClosedJaxpr = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
 JaxprEqn = _core.JaxprEqn
 Var = _core.Var
 Literal = _core.Literal
@@ -148,7 +148,12 @@ eval_jaxpr = _core.eval_jaxpr
 
 
 def define_primitive(
-    name: str, *, impl: Callable, abstract: Callable, jvp: Callable, transpose: Callable,
+    name: str,
+    *,
+    impl: Callable,
+    abstract: Callable,
+    jvp: Callable,
+    transpose: Callable,
     batch: Callable,
 ) -> Any:
     """Make a primitive with several results and all the rules that jax's transforms ask for.
@@ -197,7 +202,7 @@ not_mapped = None  # how both versions spell "has no batch dimension"
 
 def zero_like(primal: Any) -> Any:
     """Return the symbolic zero tangent of ``primal``."""
-    return Zero(_core.get_aval(primal).to_tangent_aval())
+    return Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def to_front(x: Any, dim: Any, size: int) -> Any:
@@ -234,9 +239,7 @@ def shard_map_all(body: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> C
     are those of ``in_specs`` already, or are brought there by the compiler.
     """
     mesh = auto_mesh(mesh)
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def run(*operands):
         with _mesh.use_abstract_mesh(mesh.abstract_mesh):
@@ -270,7 +273,8 @@ def resharding_spec(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:
 
 def constraint_eqn(var: Var, sharding: Any) -> JaxprEqn:
     """Return a new equation that constrains ``var`` to ``sharding``."""
-    struct = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+    aval: Any = var.aval
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
     traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(struct)
     (eqn,) = traced.jaxpr.eqns
     return eqn.replace(invars=[var], outvars=[Var(var.aval)])
@@ -286,7 +290,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def result_types(eqn: JaxprEqn) -> Sequence[Any]:
+def result_types(eqn: Any) -> Sequence[Any]:
     """Return the types that the primitive of ``eqn`` gives its results."""
     avals, _ = eqn.primitive.abstract_eval(*(v.aval for v in eqn.invars), **eqn.params)
     return avals
@@ -392,7 +396,7 @@ def dynamic_args(jitted: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 def argument_sharding(leaf: Any) -> Any:
     """Return the sharding that an argument insists on, or None."""
     if isinstance(leaf, jax.Array) and not isinstance(leaf, _core.Tracer):
-        return leaf.sharding if leaf._committed else None
+        return leaf.sharding if leaf.committed else None
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
     return None
@@ -486,7 +490,9 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
                 it = iter(ms)
                 return f(*(next(it) if m else x for x, m in zip(xs, moving, strict=True)))
 
-            outs, dots = jax.jvp(of_moving, [x for x, m in zip(xs, moving) if m], list(ts))
+            outs, dots = jax.jvp(
+                of_moving, [x for x, m in zip(xs, moving, strict=True) if m], list(ts)
+            )
             return [*outs, *(d for d, fl in zip(dots, floating, strict=True) if fl)]
 
         nonzero = [t for t, m in zip(tangents, moving, strict=True) if m]
@@ -606,8 +612,7 @@ def lowering_module(ctx: Any) -> Any:
     return ctx.module_context.module
 
 
-
-def var_like(var: Var, shape: tuple[int, ...]) -> Var:
+def var_like(var: Any, shape: tuple[int, ...]) -> Var:
     """Return a new variable of another shape, otherwise of the type of ``var``."""
     aval = var.aval
     spec = jax.sharding.PartitionSpec(*(None,) * len(shape))
@@ -615,7 +620,7 @@ def var_like(var: Var, shape: tuple[int, ...]) -> Var:
     return Var(aval.update(shape=shape, sharding=sharding))
 
 
-def reshape_eqn(like: JaxprEqn, operand: Atom, outvar: Var) -> JaxprEqn:
+def reshape_eqn(like: JaxprEqn, operand: Atom, outvar: Any) -> JaxprEqn:
     """Return the equation that reshapes ``operand`` into ``outvar``, in the context of ``like``."""
     params = {"new_sizes": outvar.aval.shape, "dimensions": None, "sharding": None}
     return like.replace(

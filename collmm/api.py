@@ -14,15 +14,11 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from collmm import _jax, deferred, dump
 from collmm.capture import OVERLAP_KEY
-from collmm.errors import OptionError
+from collmm.errors import AnalysisWarning, OptionError
 from collmm.options import Options
 from collmm.plan import Plan
 from collmm.program import plan_program
 from collmm.rejit import jit_like
-
-
-class AnalysisWarning(UserWarning):
-    """The analysis failed; the original function runs."""
 
 
 def overlap_collectives(fn: Callable | None = None, options: Options | None = None) -> Any:
@@ -84,6 +80,7 @@ class OverlappedFunction:
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, overlapped."""
         return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -8,10 +8,13 @@ on arrays or when the enclosing program is lowered and the shardings around it c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from collmm import _jax
+from collmm.dump import dump_deferred
+from collmm.errors import AnalysisWarning
 from collmm.options import Options
 from collmm.program import plan_program
 from collmm.surroundings import operand_shardings
@@ -42,10 +45,15 @@ def _plan(closed: Any, shardings: Sequence[Any], name: str, options: Options, me
     nothing = [None] * len(closed.out_avals)
     try:
         planned = plan_program(closed, shardings, nothing, options, name=name, mesh=mesh)
-    except Exception:
+    except Exception as e:
+        # As for a call of its own: whatever the analysis meets, the user's program runs.
         if options.strict:
             raise
+        warnings.warn(
+            f"collmm left {name} as it is: {type(e).__name__}: {e}", AnalysisWarning, stacklevel=2
+        )
         return closed
+    dump_deferred(planned.plan, closed, planned.closed)
     return planned.closed
 
 

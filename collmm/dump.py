@@ -47,6 +47,27 @@ def dump_if_asked(overlapped: Any, plan: Plan, args: tuple, kwargs: dict) -> Non
         warnings.warn(f"collmm wrote no full dump: {text}", DumpWarning, stacklevel=4)
 
 
+def dump_deferred(plan: Plan, before: Any, after: Any) -> None:
+    """Write the plan and both jaxprs of a program that stands inside another jit.
+
+    It has no lowering of its own: the enclosing program's HLO is its owner's to dump.
+    """
+    root = os.environ.get(VARIABLE)
+    if not root:
+        return
+    try:
+        folder = _new_folder(pathlib.Path(root), re.sub(r"\W+", "_", plan.program or "fn"))
+        named = {
+            "plan.txt": f"{plan}\n",
+            "plan.json": json.dumps(plan.to_json(), indent=1),
+            "before.jaxpr.txt": f"{before}\n",
+            "after.jaxpr.txt": f"{after}\n",
+        }
+        write(folder, iter(named.items()))
+    except Exception as e:
+        warnings.warn(f"collmm wrote no full dump: {e}", DumpWarning, stacklevel=2)
+
+
 def texts(
     plan: Plan,
     overlapped: Any,

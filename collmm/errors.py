@@ -37,6 +37,10 @@ class AnalysisError(CollmmError):
     """
 
 
+class AnalysisWarning(UserWarning):
+    """The analysis failed; the original function runs."""
+
+
 class Reason(enum.Enum):
     """Why a ``dot_general`` is left as it was. The list is closed; each value is documented.
 
@@ -50,10 +54,16 @@ class Reason(enum.Enum):
     NOT_WORTH = ("not-worth", "the cost model expects no gain")
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
     NO_OVERLAP = ("no-overlap", "the einsum was traced under collmm.no_overlap()")
-    INSIDE_SHARD_MAP = ("inside-shard-map", "the einsum is inside a shard_map and no collective of the user's stands next to it")
+    INSIDE_SHARD_MAP = (
+        "inside-shard-map",
+        "the einsum is inside a shard_map and no collective of the user's stands next to it",
+    )
     UNEVEN_SHARDS = ("uneven-shards", "a sharded dimension is not divisible by its mesh axes")
     SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
-    MIXED_SLICE = ("mixed-slice", "the reduced result is sliced over axes that were not reduced too")
+    MIXED_SLICE = (
+        "mixed-slice",
+        "the reduced result is sliced over axes that were not reduced too",
+    )
     SHARED_RESULT = ("shared-result", "the summed result is also needed whole by something else")
     UNSUPPORTED_DTYPE = ("unsupported-dtype", "no loop exists for these element types")
     UNKNOWN_MESH = ("unknown-mesh", "the mesh of the sharding could not be identified")

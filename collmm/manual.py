@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from collmm import _jax
@@ -82,12 +83,9 @@ class Body:
         if name not in ("all_gather", "all_gather_invariant") or _grouped(eqn):
             return None
         size = eqn.params["axis_size"]
-        dim: int | None = eqn.params["all_gather_dimension"]
-        for step in between:
-            dim = _forward(step, dim, size)
-            if dim is None:
-                return None
-        assert dim is not None
+        dim = _through(between, eqn.params["all_gather_dimension"], size, _forward)
+        if dim is None:
+            return None
         return Match("all-gather", operand, dim, _axes(eqn), size, eqn, tuple(between))
 
     def _after(self, dot: Any) -> Match | None:
@@ -107,13 +105,8 @@ class Body:
         if name != "reduce_scatter" or _grouped(eqn):
             return None
         size = eqn.params["axis_size"]
-        dim: int | None = eqn.params["scatter_dimension"]
-        for step in reversed(between):
-            dim = _backward(step, dim, size)
-            if dim is None:
-                return None
-        assert dim is not None
-        if dot.outvars[0].aval.shape[dim] % size:
+        dim = _through(between[::-1], eqn.params["scatter_dimension"], size, _backward)
+        if dim is None or dot.outvars[0].aval.shape[dim] % size:
             return None
         return Match("reduce-scatter", None, dim, _axes(eqn), size, eqn, tuple(between))
 
@@ -125,6 +118,16 @@ class Body:
 
 
 # --- following the blocks of a ring through an equation ---
+
+
+def _through(steps: list[Any], dim: int, size: int, follow: Callable) -> int | None:
+    """Follow the blocks of dimension ``dim`` through equations; None where they break up."""
+    for step in steps:
+        new = follow(step, dim, size)
+        if new is None:
+            return None
+        dim = new
+    return dim
 
 
 def _forward(eqn: Any, dim: int, size: int) -> int | None:

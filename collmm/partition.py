@@ -137,14 +137,14 @@ def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
 
 
 def _result_specs(module: Any) -> list[Spec | None]:
-    main = next(
+    main: Any = next(
         op.operation
         for op in module.body.operations
         if op.operation.name == "func.func"
         and ir.StringAttr(op.operation.attributes["sym_name"]).value == "main"
     )
     kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
-    attributes = main.attributes["res_attrs"] if "res_attrs" in main.attributes else None
+    attributes = _attribute(main, "res_attrs")
     specs: list[Spec | None] = []
     for i, kind in enumerate(kinds):
         text = None
@@ -155,6 +155,11 @@ def _result_specs(module: Any) -> list[Spec | None]:
         except _SubAxis:
             specs.append(None)
     return specs
+
+
+def _attribute(op: Any, name: str) -> Any:
+    # The attribute map of jax 0.10 has no get().
+    return op.attributes[name] if name in op.attributes else None  # noqa: SIM401
 
 
 def read_meshes(module: Any) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -271,9 +276,10 @@ def _sharding_attribute(value: Any) -> str | None:
         parent = value.owner.owner.operation
         index = value.arg_number
         if parent.name == "func.func":
-            if "arg_attrs" not in parent.attributes:
+            every = _attribute(parent, "arg_attrs")
+            if every is None:
                 return None
-            attributes = parent.attributes["arg_attrs"][index]
+            attributes = every[index]
             if "sdy.sharding" not in attributes:
                 return None
             return str(attributes["sdy.sharding"])

@@ -90,9 +90,13 @@ def decide(site: EinsumSite, options: Options, chip: Chip) -> Decision:
     if options.policy == "never":
         return Decision(site, collective, reason=Reason.POLICY_NEVER, estimate=figures)
     if options.policy == "auto" and not figures.pays:
+        before, after, einsum, moved = map(
+            report.seconds,
+            (figures.before_s, figures.after_s, figures.einsum_s, figures.collective_s),
+        )
         detail = (
-            f"predicted {_us(figures.after_s)} as a loop, {_us(figures.before_s)} as it is "
-            f"(einsum {_us(figures.einsum_s)}, {collective.kind} {_us(figures.collective_s)})"
+            f"predicted {after} as a loop, {before} as it is "
+            f"(einsum {einsum}, {collective.kind} {moved})"
         )
         return Decision(site, collective, None, Reason.NOT_WORTH, figures, detail)
     return Decision(site, collective, schedule, estimate=figures)
@@ -113,8 +117,3 @@ def _choose(site: EinsumSite, chip: Chip) -> tuple[Collective, Schedule, Estimat
     if all(e.einsum_s < e.collective_s for _, _, e in options):
         return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
     return max(options, key=lambda o: o[2].collective_s)
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
-

@@ -125,14 +125,14 @@ def find_meshes(
 def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
     """Return the hardware row to plan for, and a line that says so when it was assumed."""
     if options.chip is not None:
-        return chip(options.chip), ""
+        return chip(options.chip).per_device(), ""
     for mesh in meshes:
         if not isinstance(mesh, jax.sharding.Mesh):
             continue
         device = mesh.devices.flat[0]
         kind = device.device_kind
         if kind in _DEVICE_KINDS:
-            return chip(_DEVICE_KINDS[kind]), ""
+            return chip(_DEVICE_KINDS[kind]).per_device(), ""
         for gpu in _GPU_NAMES:
             if gpu in kind.lower() and gpu in CHIPS:
                 return chip(gpu), ""

@@ -59,7 +59,8 @@ def _donated(
     flags = iter(donated)
 
     def take(tree: Any) -> bool:
-        return any([next(flags) for _ in range(tree.num_leaves)])
+        # A sum, not any(): every leaf has to be taken off.
+        return sum(next(flags) for _ in range(tree.num_leaves)) > 0
 
     nums = tuple(i for i, tree in enumerate(arg_trees) if take(tree))
     return nums, tuple(name for name, tree in kwarg_trees.items() if take(tree))

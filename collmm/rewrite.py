@@ -136,7 +136,9 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
     specs = [site.lhs_spec, site.rhs_spec]
     gathered_spec = _appended(specs[side], dim, collective.axes)
     gathered = _before_gather(eqn.invars[side], gathered_spec, producers)
-    use = GatherUse(Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision))
+    use = GatherUse(
+        Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision)
+    )
     params = {
         "uses": (use,),
         "gathered_spec": gathered_spec,
@@ -167,7 +169,9 @@ def _result_spec(decision: Decision) -> Spec:
     """Return the sharding of the result after every reduce-scatter next to the einsum."""
     spec = decision.site.out_spec
     for c in decision.site.loopable:
-        if c.kind == REDUCE_SCATTER or c is decision.collective is not None and c.kind != ALL_GATHER:
+        if c.kind == REDUCE_SCATTER or (
+            c is decision.collective is not None and c.kind != ALL_GATHER
+        ):
             spec = _appended(spec, c.dim, c.axes)
     return spec
 

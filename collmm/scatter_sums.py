@@ -87,9 +87,7 @@ def pin_results(closed: Any, specs: Sequence[Spec | None], given: Sequence[Any],
 class _Walker:
     """One walk: scatters sums and follows them."""
 
-    def __init__(
-        self, captured: Captured, plan: Plan, sums: Set[int], meshes: MeshOf
-    ) -> None:
+    def __init__(self, captured: Captured, plan: Plan, sums: Set[int], meshes: MeshOf) -> None:
         self._captured = captured
         self._plan = plan
         self._meshes = meshes
@@ -208,4 +206,3 @@ def _mark_elementwise(eqn: Any, marks: dict[Any, _Mark]) -> None:
         for var in eqn.outvars:
             if var.aval.shape == atom.aval.shape:
                 marks.setdefault(var, mark)
-

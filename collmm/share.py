@@ -223,8 +223,8 @@ def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
         if eqn.primitive is einsum_reduce_scatter_p:
             rings[eqn.outvars[0]] = i
         elif eqn.primitive.name in _ADDS:
-            parts = [rings.get(v) if readers[v] == 1 else None for v in _variables(eqn)]
-            if len(parts) != 2 or None in parts or parts[0] == parts[1]:
+            parts = [rings[v] for v in _variables(eqn) if readers[v] == 1 and v in rings]
+            if len(parts) != 2 or parts[0] == parts[1]:
                 continue
             a, b = (result[k] for k in parts)
             if _sum_key(a) != _sum_key(b):

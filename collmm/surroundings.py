@@ -57,7 +57,11 @@ def _abstract_mesh(axes: tuple[tuple[str, int], ...]) -> Any:
 def _module_ending_at(module: Any, block: Any, operands: Sequence[Any]) -> str:
     """Return the module's text with the current function cut off and returning ``operands``."""
     function = block.owner.operation
-    old = {k: function.attributes[k] for k in ("function_type", "res_attrs") if k in function.attributes}
+    old = {
+        k: function.attributes[k]
+        for k in ("function_type", "res_attrs")
+        if k in function.attributes
+    }
     inputs = ir.FunctionType(ir.TypeAttr(old["function_type"]).value).inputs
     with module.context, ir.Location.unknown():
         end = func.ReturnOp(list(operands), ip=ir.InsertionPoint(block))

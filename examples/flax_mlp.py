@@ -1,4 +1,4 @@
-r"""Train a flax model, sharded by flax's own annotations, with and without collmm, side by side.
+"""Train a flax model, sharded by flax's own annotations, with and without collmm, side by side.
 
     python examples/flax_mlp.py --api=linen
     python examples/flax_mlp.py --api=nnx

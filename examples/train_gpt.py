@@ -1,4 +1,4 @@
-r"""Train a small GPT with and without collmm, side by side, on text that Python brings along.
+"""Train a small GPT with and without collmm, side by side, on text that Python brings along.
 
     python examples/train_gpt.py --steps=40
 

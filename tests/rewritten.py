@@ -1,4 +1,4 @@
-"""What a rewritten program holds: counts of primitives in its jaxpr and of collectives in its HLO."""
+"""What a rewritten program holds: primitives in its jaxpr, collectives in its HLO."""
 
 import re
 from collections import Counter

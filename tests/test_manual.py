@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from rewritten import always, assert_equal_trees, collectives, rings
 
 from collmm import Reason
@@ -25,9 +26,7 @@ def ints(seed, *shape, dtype=jnp.float32):
 
 def mapped(body, in_specs, out_specs, check_vma=True, mesh=MESH):
     return jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-        )
+        jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     )
 
 

@@ -475,7 +475,7 @@ def test_the_gantt_chart_shows_each_lane():
         "compute │█████     ██████████│",
         "exposed │     █████          │",
         "links   │██████████          │",
-        "         0       20 s predicted",
+        "         0     20 s predicted",
     ]
 
 

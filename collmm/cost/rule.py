@@ -79,9 +79,7 @@ def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip:
     rest_s = collectives.all_gather_s(ring, size) if collective.kind == ALL_REDUCE else 0.0
     slowdown = collectives.slowdown(ring, two_way=schedule.two_way)
     extra_s = 2 * ring_s * slowdown / schedule.ring_size
-    return Estimate(
-        einsum_s, ring_s + rest_s, ring_s, slowdown, extra_s, rest_s, "; ".join(notes)
-    )
+    return Estimate(einsum_s, ring_s + rest_s, ring_s, slowdown, extra_s, rest_s, "; ".join(notes))
 
 
 def _ring(chip: Chip, size: int) -> collectives.Ring:
