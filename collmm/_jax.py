@@ -49,6 +49,8 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def is_plain_call(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` is a nested ``jax.jit`` that says nothing beyond its function."""
+    if eqn.primitive.name == "overlap_call":
+        return True  # an overlapped function inside another one: the outer one plans it
     if not is_call(eqn):
         return False
     p = eqn.params
@@ -402,6 +404,16 @@ def argument_sharding(leaf: Any) -> Any:
     return None
 
 
+def sharding_key(sharding: Any) -> Any:
+    """Return what tells ``sharding`` from others: ``P("x", None)`` and ``P("x")`` are one."""
+    if not isinstance(sharding, jax.NamedSharding):
+        return sharding
+    spec = list(sharding.spec)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return sharding.mesh, tuple(spec), sharding.memory_kind
+
+
 def context_mesh() -> Any:
     """Return the mesh of ``jax.set_mesh`` or ``with mesh:``, None without one."""
     mesh = _mesh.get_concrete_mesh()
@@ -555,6 +567,10 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
     _ad.primitive_transposes[primitive] = transpose
     _batching.fancy_primitive_batchers[primitive] = batch
     _pe.custom_partial_eval_rules[primitive] = partial_eval
+    # For jax.checkpoint: what is known goes into a call of its own, with the same parameters.
+    _pe.partial_eval_jaxpr_custom_rules[primitive] = functools.partial(
+        _pe.closed_call_partial_eval_custom_rule, "jaxpr", lambda *args: args[-2:]
+    )
     # Not cacheable: the rule looks at the program round it, so it must be written in place.
     _mlir.register_lowering(primitive, lower, cacheable=False)
     return primitive

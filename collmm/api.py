@@ -140,7 +140,7 @@ class OverlappedFunction:
         )
         mesh = _jax.context_mesh()
         # The jaxpr is kept in the program, so its id stays taken.
-        key = (id(traced.jaxpr), shardings, mesh)
+        key = (id(traced.jaxpr), tuple(map(_jax.sharding_key, shardings)), mesh)
         program = self._programs.get(key)
         if program is None:
             program = self._make_program(traced, call, shardings, mesh)

@@ -22,10 +22,12 @@ class Audited:
 
     Attributes:
       title: such as ``"original"``.
-      prediction: its schedule; None where the compiler refused it for its memory.
+      prediction: its schedule; None where the compiler refused it.
       memory: what it takes on each device, where that is known.
       options: the compiler options it was compiled with, each with its reason.
       brief: whether only its totals matter.
+      failure: what the compiler said against the program; empty where it took it, or where all it
+        said is in ``memory``.
     """
 
     title: str
@@ -33,6 +35,7 @@ class Audited:
     memory: Memory | None = None
     options: tuple[tuple[str, str], ...] = ()
     brief: bool = False
+    failure: str = ""
 
 
 def text(programs: Sequence[Audited], width: int = 80) -> str:
@@ -56,7 +59,8 @@ def totals(programs: Sequence[Audited]) -> str:
         line = p.prediction.timeline if p.prediction else None
         cells: tuple[str, ...]
         if p.prediction is None:
-            cells = ("does not fit", "-", "-", "-", "-")
+            why = "does not compile" if p.failure else "does not fit"
+            cells = (why, "-", "-", "-", "-")
         elif line is None:
             cells = ("unknown", "unknown", "unknown", "unknown", _fates(p.prediction))
         else:
@@ -176,6 +180,7 @@ def _footing(programs: Sequence[Audited]) -> str:
             options.setdefault(option, []).append(p.title)
     for (name, reason), who in options.items():
         lines.append(f"compiled with {name} ({'; '.join(who)}): {reason}")
+    lines += [f"{p.title} does not compile: {p.failure}" for p in programs if p.failure]
     for p in programs:
         if p.prediction is None:
             continue
@@ -195,6 +200,7 @@ def _json(p: Audited) -> dict[str, Any]:
         "title": p.title,
         "compiler_options": dict(p.options),
         "memory": p.memory.to_json() if p.memory else None,
+        "failure": p.failure or None,
         "fits": None if p.memory is None else not p.memory.excess,
     }
     if p.prediction is None:

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from absl import logging
 
 from collmm.audit_report import Audited
@@ -53,7 +54,8 @@ def audit_program(
 
     On a TPU the original is compiled twice: as the compiler ships, and with its own decomposition
     of collectives and einsums off. A program that the compiler refuses because it does not fit the
-    memory is no error: its audit says so. Run it in ``program.context()``.
+    memory is no error: its audit says so. So it does where the overlapped one, and only that, fails
+    to compile. Run this in ``program.context()``.
     """
     overlapped = program.overlapped(policy, chip)
     plan = None if original_only else overlapped.plan(*program.args)
@@ -86,9 +88,14 @@ def _audit_one(
     logging.info("compiling %s for %s", title, target.name)
     values = {o.name: o.value for o in options}
     lowered = fn.lower(*program.args)
-    compiled, overflow = compiled_or_overflow(lambda: target.compile(lowered, values))
     shown = tuple((f"{o.name}={_spelled(o.value)}", o.reason) for o in options)
     brief = decomposition == "off"
+    try:
+        compiled, overflow = compiled_or_overflow(lambda: target.compile(lowered, values))
+    except jax.errors.JaxRuntimeError as e:
+        if title != OVERLAPPED:  # against the user's own program: for the user to see whole
+            raise
+        return Audited(title, None, None, shown, failure=str(e).splitlines()[0]), None
     if compiled is None:
         return Audited(title, None, overflow, shown, brief), None
     text = compiled.as_text()

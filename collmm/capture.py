@@ -17,6 +17,8 @@ flow is entered; kernels and other opaque bodies are only searched for einsums, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from collmm import _jax
@@ -60,6 +62,7 @@ class CapturedDot:
       matches: inside a ``shard_map``, the user's own collectives next to it.
       manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
       typed: the result's sharding is part of its type (explicit mesh axes).
+      sources: which value each operand is, before any resharding: equal numbers, equal values.
     """
 
     index: int
@@ -70,6 +73,7 @@ class CapturedDot:
     matches: tuple[Match, ...] = ()
     manual_axes: tuple[tuple[str, int], ...] = ()
     typed: bool = False
+    sources: tuple[int, int] = (-1, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ def capture(closed: Any) -> Captured:
     walker = _Walker()
     jaxpr = walker.rebuild(closed.jaxpr, (), None)
     _match_manual(jaxpr, walker.dots, ())
+    _number_sources(jaxpr, walker.dots, itertools.count())
     return Captured(closed.replace(jaxpr=jaxpr), tuple(walker.dots))
 
 
@@ -104,6 +109,32 @@ def _match_manual(jaxpr: Any, dots: list[CapturedDot], axes: tuple[tuple[str, in
             continue
         for _, _, sub in _jax.jaxprs_in(eqn):
             _match_manual(_jax.open_jaxpr(sub), dots, inner)
+
+
+def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int]) -> None:
+    """Number the values that the dots of a jaxpr read, looking through reshardings."""
+    roots: dict[Any, Any] = {}
+    known: dict[Any, int] = {}
+
+    def number_of(atom: Any) -> int:
+        if isinstance(atom, _jax.Literal):
+            return next(numbers)
+        root = roots.get(atom, atom)
+        if root not in known:
+            known[root] = next(numbers)
+        return known[root]
+
+    for eqn in jaxpr.eqns:
+        number = site_of(eqn)
+        if number is not None:
+            lhs, rhs = map(number_of, eqn.invars)
+            dots[number] = dataclasses.replace(dots[number], sources=(lhs, rhs))
+        elif _jax.is_resharding(eqn):
+            (source,) = eqn.invars
+            if not isinstance(source, _jax.Literal):
+                roots[eqn.outvars[0]] = roots.get(source, source)
+        for _, _, sub in _jax.jaxprs_in(eqn):
+            _number_sources(_jax.open_jaxpr(sub), dots, numbers)
 
 
 def site_of(eqn: Any) -> int | None:

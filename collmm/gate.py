@@ -70,6 +70,7 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         location=dot.location,
         scope=dot.scope,
         typed=dot.typed,
+        sources=dot.sources,
     )
 
 

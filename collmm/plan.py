@@ -14,7 +14,7 @@ from collmm.cost.rule import Estimate, estimate
 from collmm.errors import Reason
 from collmm.options import Options
 from collmm.schedule import Schedule, default_schedule
-from collmm.sites import Collective, EinsumSite
+from collmm.sites import ALL_GATHER, Collective, EinsumSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +74,23 @@ class Plan:
         return report.plan_json(self)
 
 
+_Choice = tuple[Collective, Schedule, Estimate]
+
+
 def make_plan(
     sites: Sequence[EinsumSite], options: Options, chip: Chip, *, note: str = "", program: str = ""
 ) -> Plan:
     """Decide every site on ``chip`` under ``options``."""
-    decisions = tuple(decide(site, options, chip) for site in sites)
+    choices = {site.index: _choose(site, chip) for site in sites if site.refusal is None}
+    choices.update(_shared(sites, choices))
+    decisions = tuple(_decide(site, choices.get(site.index), options) for site in sites)
     return Plan(decisions, options.policy, chip.name, note, program)
 
 
-def decide(site: EinsumSite, options: Options, chip: Chip) -> Decision:
-    """Decide one site."""
-    if site.refusal is not None:
+def _decide(site: EinsumSite, choice: _Choice | None, options: Options) -> Decision:
+    if choice is None:
         return Decision(site, reason=site.refusal, detail=site.detail)
-    collective, schedule, figures = _choose(site, chip)
+    collective, schedule, figures = choice
     if options.policy == "never":
         return Decision(site, collective, reason=Reason.POLICY_NEVER, estimate=figures)
     if options.policy == "auto" and not figures.pays:
@@ -102,7 +106,7 @@ def decide(site: EinsumSite, options: Options, chip: Chip) -> Decision:
     return Decision(site, collective, schedule, estimate=figures)
 
 
-def _choose(site: EinsumSite, chip: Chip) -> tuple[Collective, Schedule, Estimate]:
+def _choose(site: EinsumSite, chip: Chip) -> _Choice:
     """Pick which collective of the site to loop.
 
     The published choice between two: if the einsum takes less than either, the one with fewer
@@ -117,3 +121,27 @@ def _choose(site: EinsumSite, chip: Chip) -> tuple[Collective, Schedule, Estimat
     if all(e.einsum_s < e.collective_s for _, _, e in options):
         return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
     return max(options, key=lambda o: o[2].collective_s)
+
+
+def _shared(sites: Sequence[EinsumSite], choices: dict[int, _Choice]) -> dict[int, _Choice]:
+    """Return the choices of einsums that gather one value, weighed together.
+
+    They share one ring, so the gather is paid once and every one of them hides it.
+    """
+    groups: dict[object, list[int]] = {}
+    for site in sites:
+        if site.index not in choices:
+            continue
+        collective, _, _ = choices[site.index]
+        if collective.kind == ALL_GATHER and collective.operand is not None:
+            source = site.sources[collective.operand]
+            key = source, collective.dim, collective.axes, collective.bytes
+            groups.setdefault(key, []).append(site.index)
+    weighed = {}
+    for members in groups.values():
+        einsum_s = sum(choices[i][2].einsum_s for i in members)
+        for i in members:
+            collective, schedule, figures = choices[i]
+            figures = dataclasses.replace(figures, einsum_s=einsum_s, einsums=len(members))
+            weighed[i] = collective, schedule, figures
+    return weighed

@@ -135,6 +135,8 @@ def _decision(d: Decision) -> str:
         assert d.collective is not None
         assert d.estimate is not None
         times = f"{seconds(d.estimate.before_s)} -> {seconds(d.estimate.after_s)}"
+        if d.estimate.einsums > 1:
+            times += f" for {d.estimate.einsums} einsums of one gather"
         return f"rewrite {d.collective.kind}: {d.schedule.describe()}, {times}"
     assert d.reason is not None
     return f"leave: {d.reason.code}" + (f" ({d.detail})" if d.detail else "")
@@ -182,6 +184,7 @@ def _decision_json(d: Decision) -> dict[str, Any]:
             "rest_s": e.rest_s,
             "before_s": e.before_s,
             "after_s": e.after_s,
+            "einsums": e.einsums,
             "note": e.note,
         },
     }

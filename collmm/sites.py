@@ -56,7 +56,8 @@ class Collective:
         """Return e.g. ``all-gather lhs[1] over model``."""
         where = "result" if self.operand is None else ("lhs", "rhs")[self.operand]
         dim = f"[{self.dim}]" if self.dim >= 0 else ""
-        return f"{self.kind} {where}{dim} over {','.join(self.axes)}"
+        over = f" over {','.join(self.axes)}" if self.axes else ""
+        return f"{self.kind} {where}{dim}{over}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,8 @@ class EinsumSite:
       detail: more about the refusal, in words.
       manual: it stands inside a user's ``shard_map``: shapes are one device's, specs are empty.
       typed: the result's sharding is part of its type (explicit mesh axes).
+      sources: which value lhs and rhs are, before any resharding: einsums with the same number
+        read the same value.
     """
 
     index: int
@@ -97,6 +100,7 @@ class EinsumSite:
     detail: str = ""
     manual: bool = False
     typed: bool = False
+    sources: tuple[int, int] = (-1, -1)
 
     @property
     def loopable(self) -> tuple[Collective, ...]:

@@ -24,8 +24,8 @@ def operand_shardings(
 ) -> tuple[list[Any], Any]:
     """Return the sharding of each operand of the equation being lowered, and the mesh.
 
-    None stands for what cannot be told: inside the body of a loop, on one device, or with several
-    meshes in one program.
+    None stands for what cannot be told: inside the body of a loop or a nested function, on one
+    device, or with several meshes in one program.
     """
     nothing = [None] * len(operands)
     if any(_jax.typed_sharding(aval) is not None for aval in avals):
@@ -34,7 +34,11 @@ def operand_shardings(
     if block.owner.operation.name != "func.func":
         return nothing, None
     module = _jax.lowering_module(ctx)
-    copy = ir.Module.parse(_module_ending_at(module, block, operands), context=module.context)
+    try:
+        copy = ir.Module.parse(_module_ending_at(module, block, operands), context=module.context)
+    except ir.MLIRError:
+        # Inside a nested function: those that call it are not finished either.
+        return nothing, None
     with module.context:
         for pipeline in ("sdy-lift-inlined-meshes", "sdy-propagation-pipeline"):
             passmanager.PassManager.parse(f"builtin.module({pipeline})").run(copy.operation)

@@ -56,8 +56,9 @@ def assert_overlapped(
     """
     found = parse_target(target) if isinstance(target, str) else target
     _check(fn, all_gather, reduce_scatter, max_exposed, found)
+    fn = _strict(fn, found)
     if found is not None:
-        fn, (args, kwargs) = _for_target(fn, found), _moved(found, args, kwargs)
+        args, kwargs = _moved(found, args, kwargs)
     plan = _or_explain(lambda: fn.plan(*args, **kwargs), found)
     problems = _missing_in_plan(plan, all_gather, reduce_scatter)
     if problems:
@@ -88,11 +89,11 @@ def _check(fn: Any, gathers: Any, scatters: Any, exposed: Any, target: Target | 
         raise OptionError("max_exposed needs times; give a target, such as target='tpu:v5e:2x4'")
 
 
-def _for_target(fn: OverlappedFunction, target: Target) -> OverlappedFunction:
-    """The function planned for the target's chip, unless its options name one."""
-    if fn.options.chip is not None or target.hardware is None:
-        return fn
-    return overlap_collectives(fn, dataclasses.replace(fn.options, chip=target.hardware.name))
+def _strict(fn: OverlappedFunction, target: Target | None) -> OverlappedFunction:
+    """The function with an analysis that raises, planned for the target's chip or its own."""
+    hardware = None if target is None else target.hardware
+    chip = fn.options.chip or (None if hardware is None else hardware.name)
+    return overlap_collectives(fn, dataclasses.replace(fn.options, chip=chip, strict=True))
 
 
 def _moved(target: Target, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

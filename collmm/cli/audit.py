@@ -89,7 +89,7 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
             print(f"\nwrote {len(files)} files to {folder}: {', '.join(files)}")
             if timelines:
                 print(f"open {folder / 'trace.json'} at ui.perfetto.dev")
-    return 0
+    return 1 if any(p.failure for p in programs) else 0
 
 
 def _audits(

@@ -25,13 +25,15 @@ class Estimate:
     """Predicted seconds of one site, before and after; ``pays`` is the rule's verdict.
 
     Attributes:
-      einsum_s: the undecomposed einsum on one device, at the chip's peak.
+      einsum_s: the undecomposed einsum on one device, at the chip's peak; of all einsums that
+        share the ring.
       collective_s: the original collective.
       ring_s: the part of it that the ring takes over: all of it, or for an all-reduce the
         reduce-scatter.
       slowdown: m, time of the ring of permutes over that of the collective.
       extra_s: prologue and epilogue of the ring.
       rest_s: what stays a plain collective after the ring: the gather of an all-reduce.
+      einsums: how many einsums share the ring.
       note: what had to be assumed, or empty.
     """
 
@@ -41,6 +43,7 @@ class Estimate:
     slowdown: float
     extra_s: float
     rest_s: float = 0.0
+    einsums: int = 1
     note: str = ""
 
     @property
@@ -79,7 +82,9 @@ def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip:
     rest_s = collectives.all_gather_s(ring, size) if collective.kind == ALL_REDUCE else 0.0
     slowdown = collectives.slowdown(ring, two_way=schedule.two_way)
     extra_s = 2 * ring_s * slowdown / schedule.ring_size
-    return Estimate(einsum_s, ring_s + rest_s, ring_s, slowdown, extra_s, rest_s, "; ".join(notes))
+    return Estimate(
+        einsum_s, ring_s + rest_s, ring_s, slowdown, extra_s, rest_s, note="; ".join(notes)
+    )
 
 
 def _ring(chip: Chip, size: int) -> collectives.Ring:

@@ -60,20 +60,23 @@ class Describer:
         for own in (i, c.instruction):
             if (source := self.module.source(own)) is not None:
                 return source
+        if i.opcode == "fusion" and (source := source_of(self.module, i)) is not None:
+            return source
         after, before = self._user_source(computation, i), self._maker_source(computation, i)
         makes_sum = c.kind in ("reduce-scatter", "all-reduce")
         return before or after if makes_sum else after or before
 
     def _user_source(self, computation: Computation, i: Instruction) -> SourceLine | None:
-        users = (later for later, depends in later_work(computation, i) if depends)
-        first = next(users, None)
-        return self.module.source(first) if first else None
+        for later, depends in later_work(computation, i):
+            if depends and (source := source_of(self.module, later)) is not None:
+                return source
+        return None
 
     def _maker_source(self, computation: Computation, i: Instruction) -> SourceLine | None:
         """The line of the nearest instruction before, along the last operands, that has one."""
         while i.operands:
             i = computation[i.operands[-1]]
-            if (source := self.module.source(i)) is not None:
+            if (source := source_of(self.module, i)) is not None:
                 return source
         return None
 
@@ -88,6 +91,17 @@ class Describer:
             return {"pairs": pairs, "axes": axes_of_pairs(pairs, axes), "shift": shift}
         groups = device_groups(c.instruction, **size)
         return {"groups": groups, "axes": axes_of_groups(groups, axes) if axes else None}
+
+
+def source_of(module: Module, i: Instruction) -> SourceLine | None:
+    """The user's line of ``i``; of a fusion without one, that of the last inside that has one."""
+    if (source := module.source(i)) is not None or i.opcode != "fusion":
+        return source
+    for name in i.called().get("calls", ()):
+        for inner in reversed(module[name].instructions) if name in module else ():
+            if (source := source_of(module, inner)) is not None:
+                return source
+    return None
 
 
 def later_work(computation: Computation, i: Instruction) -> Iterator[tuple[Instruction, bool]]:

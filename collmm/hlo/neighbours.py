@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from collmm.hlo.describe import source_of
 from collmm.hlo.durations import Durations
 from collmm.hlo.findings import Finding
 from collmm.hlo.instruction import Computation, Instruction
@@ -55,7 +56,7 @@ def einsums_beside(module: Module, finding: Finding, durations: Durations) -> li
     for i in found:
         duration = durations.of(module, computation, i)
         seconds = duration.seconds if duration else None
-        out[i.name] = Einsum(i.name, module.source(i), seconds)
+        out[i.name] = Einsum(i.name, source_of(module, i), seconds)
     return list(out.values())
 
 
