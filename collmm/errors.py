@@ -49,7 +49,10 @@ class Reason(enum.Enum):
 
     NO_COLLECTIVE = ("no-collective", "neither operand is gathered and the result is not reduced")
     ALL_REDUCE = ("all-reduce", "the result is summed over the ring but wanted whole everywhere")
-    ALL_TO_ALL = ("all-to-all", "the collective next to the einsum is an all-to-all")
+    ALL_TO_ALL = (
+        "all-to-all",
+        "the all-to-all next to the einsum has too many peers, or a form that is not split by peer",
+    )
     PERMUTE = ("collective-permute", "the collective next to the einsum is a permute")
     NOT_WORTH = ("not-worth", "the cost model expects no gain")
     POLICY_NEVER = ("policy-never", "the policy is 'never'")

@@ -18,6 +18,7 @@ from collmm.partition import DotSharding
 from collmm.sites import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     Collective,
     EinsumSite,
@@ -25,6 +26,8 @@ from collmm.sites import (
     shard_shape,
 )
 
+# An exchange has one permute per peer, each with a table of its own.
+MAX_PEERS = 16
 # Two elements share a byte: shards of these cannot be sliced at every index.
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
@@ -80,7 +83,9 @@ def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
     for m in dot.matches:
         which = 2 if m.operand is None else m.operand
         nbytes = math.prod(site.shapes[which]) * site.itemsizes[which]
-        collectives.append(Collective(m.kind, m.operand, m.dim, m.axes, nbytes))
+        looped = m.kind != ALL_TO_ALL or m.size <= MAX_PEERS
+        dim = m.dim if looped else -1
+        collectives.append(Collective(m.kind, m.operand, dim, m.axes, nbytes, m.split_dim))
     return dataclasses.replace(
         site,
         lhs_spec=((),) * len(site.shapes[0]),
@@ -122,6 +127,12 @@ def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
     for name, shape, spec in checks:
         if shard_shape(shape, spec, sizes) is None:
             return f"{name} of shape {shape} over {_show(spec)}"
+    for e in sharding.exchanged:
+        name, shape, spec = checks[2 if e.operand is None else e.operand]
+        other = e.target if e.operand is None else e.source
+        shards = math.prod(sizes[a] for a in (*spec[other], *e.axes))
+        if shape[other] % shards:
+            return f"{name} of shape {shape}, dimension {other} over {shards} devices"
     return ""
 
 
@@ -146,6 +157,15 @@ def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, .
     if math.prod(sizes[a] for a in left) > 1:
         dim = -1 if found else _scatter_dim(site, tuple(left), sizes)
         found.append(Collective(ALL_REDUCE, None, dim, tuple(left), nbytes))
+    for e in sharding.exchanged:
+        which = 2 if e.operand is None else e.operand
+        spec = (site.lhs_spec, site.rhs_spec, site.out_spec)[which]
+        nbytes = _bytes(site, which, spec, sizes)
+        # Peers are written out one by one; and an explicit result keeps the type it has.
+        peers = math.prod(sizes[a] for a in e.axes)
+        looped = peers <= MAX_PEERS and not (site.typed and e.operand is None)
+        dim = e.source if looped else -1
+        found.append(Collective(ALL_TO_ALL, e.operand, dim, e.axes, nbytes, e.target))
     for where, kind in sharding.others:
         found.append(Collective(kind, where, -1, (), 0))
     return tuple(found)
@@ -185,7 +205,7 @@ def _judge_kinds(site: EinsumSite) -> EinsumSite:
     kinds = [c.kind for c in site.collectives]
     for kind, reason in (
         (ALL_REDUCE, Reason.ALL_REDUCE),
-        ("all-to-all", Reason.ALL_TO_ALL),
+        (ALL_TO_ALL, Reason.ALL_TO_ALL),
         ("collective-permute", Reason.PERMUTE),
     ):
         if kind in kinds:

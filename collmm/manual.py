@@ -38,6 +38,7 @@ class Match:
       size: number of devices on the ring.
       eqn: the collective's equation.
       between: what stands between collective and dot, in program order.
+      split_dim: of an all-to-all, the dimension that is whole before it.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Match:
     size: int
     eqn: Any
     between: tuple[Any, ...]
+    split_dim: int = -1
 
 
 class Body:
@@ -79,7 +81,7 @@ class Body:
             return None
         name = eqn.primitive.name
         if name == "all_to_all":
-            return Match("all-to-all", operand, -1, _axes(eqn), 1, eqn, ())
+            return _exchange(eqn, operand, between)
         if name not in ("all_gather", "all_gather_invariant") or _grouped(eqn):
             return None
         size = eqn.params["axis_size"]
@@ -101,7 +103,7 @@ class Body:
         if name in ("psum", "psum_invariant", "psum2"):
             return Match("all-reduce", None, -1, tuple(map(str, eqn.params["axes"])), 1, eqn, ())
         if name == "all_to_all":
-            return Match("all-to-all", None, -1, _axes(eqn), 1, eqn, ())
+            return _exchange(eqn, None, between)
         if name != "reduce_scatter" or _grouped(eqn):
             return None
         size = eqn.params["axis_size"]
@@ -115,6 +117,16 @@ class Body:
 
     def _only_reader(self, var: Any) -> Any:
         return self.readers.get(var) if self.reads[var] == 1 else None
+
+
+def _exchange(eqn: Any, operand: int | None, between: list[Any]) -> Match:
+    p = eqn.params
+    moved = any(step.primitive.name in ("transpose", "reshape") for step in between)
+    dim = -1 if moved or not p["tiled"] or _grouped(eqn) else p["concat_axis"]
+    # The axis size is not among the parameters; the shapes tell.
+    size = eqn.invars[0].aval.shape[p["split_axis"]]
+    size //= max(eqn.outvars[0].aval.shape[p["split_axis"]], 1)
+    return Match("all-to-all", operand, dim, _axes(eqn), size, eqn, tuple(between), p["split_axis"])
 
 
 # --- following the blocks of a ring through an equation ---

@@ -33,6 +33,7 @@ _PASSES = (
 )
 _AXIS_LIST = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r'"([^"]*)"(:\(\d+\)\d+)?')
+_EXCHANGE = re.compile(r"\{([^{}]*)\}: ?(\d+) ?-> ?(\d+)")
 _SITE = re.compile(rf'{SITE_KEY} = "(\d+)"')
 # An sdy collective's own attribute that names, per dimension, the axes it moves.
 _MOVED_AXES = {
@@ -47,6 +48,16 @@ class _SubAxis(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """An all-to-all: ``axes`` move from dimension ``source`` to dimension ``target``."""
+
+    operand: int | None
+    axes: tuple[str, ...]
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DotSharding:
     """What Shardy decided for one dot, as read off the module.
 
@@ -57,6 +68,7 @@ class DotSharding:
       reduced: axes over which the result is summed.
       scattered: axes by which the sum is then sliced, per dimension of the result.
       shared: the sum is used in another way as well.
+      exchanged: all-to-alls next to the dot.
       others: other collectives next to the dot: (operand or None, HLO kind).
       axis_sizes: the mesh, in order.
       refusal: a reason why the shardings could not be read.
@@ -70,6 +82,7 @@ class DotSharding:
     reduced: tuple[str, ...] = ()
     scattered: Spec = ()
     shared: bool = False
+    exchanged: tuple[Exchange, ...] = ()
     others: tuple[tuple[int | None, str], ...] = ()
     axis_sizes: tuple[tuple[str, int], ...] = ()
     refusal: Reason | None = None
@@ -189,6 +202,7 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
     reader = _Reader(meshes)
     gathered: list[Spec] = []
     others: list[tuple[int | None, str]] = []
+    exchanged: list[Exchange] = []
     specs: list[Spec] = []
     for i, operand in enumerate(op.operands):
         specs.append(reader.spec(operand))
@@ -196,13 +210,15 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
         moved: Spec = ((),) * len(specs[-1])
         if producer is not None and producer.name == "sdy.all_gather":
             moved = reader.moved(producer)
-        elif producer is not None and producer.name in (
-            "sdy.all_to_all",
-            "sdy.collective_permute",
-        ):
-            others.append((i, producer.name[len("sdy.") :].replace("_", "-")))
+        elif producer is not None and producer.name == "sdy.all_to_all":
+            _note_exchange(producer, i, exchanged, others)
+        elif producer is not None and producer.name == "sdy.collective_permute":
+            others.append((i, "collective-permute"))
         gathered.append(moved)
     out = reader.spec(op.results[0])
+    users = _users(op.results[0])
+    if len(users) == 1 and users[0].name == "sdy.all_to_all":
+        _note_exchange(users[0], None, exchanged, others)
     reduced, scattered, shared = _read_result(op.results[0], reader, len(out), others)
     return DotSharding(
         lhs=specs[0],
@@ -212,6 +228,7 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
         reduced=reduced,
         scattered=scattered,
         shared=shared,
+        exchanged=tuple(exchanged),
         others=tuple(others),
         axis_sizes=reader.axis_sizes,
     )
@@ -224,7 +241,8 @@ def _read_result(
     nothing: Spec = ((),) * ndim
     users = _users(result)
     for user in users:
-        if user.name in ("sdy.all_to_all", "sdy.collective_permute", "sdy.all_gather"):
+        several = len(users) > 1 and user.name == "sdy.all_to_all"
+        if several or user.name in ("sdy.collective_permute", "sdy.all_gather"):
             others.append((None, user.name[len("sdy.") :].replace("_", "-")))
     if len(users) != 1:
         return (), nothing, False
@@ -239,6 +257,20 @@ def _read_result(
     if len(slices) == 1 and slices[0].name == "sdy.all_slice":
         return reduced, reader.moved(slices[0]), False
     return reduced, nothing, any(s.name == "sdy.all_slice" for s in slices)
+
+
+def _note_exchange(
+    op: Any,
+    operand: int | None,
+    exchanged: list[Exchange],
+    others: list[tuple[int | None, str]],
+) -> None:
+    moves = _EXCHANGE.findall(str(op.attributes["params"]))
+    axes = _axis_lists("{" + moves[0][0] + "}")[0] if len(moves) == 1 else ()
+    if axes:
+        exchanged.append(Exchange(operand, axes, int(moves[0][1]), int(moves[0][2])))
+    else:
+        others.append((operand, "all-to-all"))
 
 
 class _Reader:

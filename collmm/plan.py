@@ -14,7 +14,7 @@ from collmm.cost.rule import Estimate, estimate
 from collmm.errors import Reason
 from collmm.options import Options
 from collmm.schedule import Schedule, default_schedule
-from collmm.sites import ALL_GATHER, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +114,18 @@ def _choose(site: EinsumSite, chip: Chip) -> _Choice:
     """
     options = []
     for collective in site.loopable:
-        schedule = default_schedule(
-            collective.axes, site.ring_size(collective), rolled=chip.kind == "gpu"
-        )
+        schedule = _schedule(collective, site.ring_size(collective), chip)
         options.append((collective, schedule, estimate(site, collective, schedule, chip)))
     if all(e.einsum_s < e.collective_s for _, _, e in options):
         return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
     return max(options, key=lambda o: o[2].collective_s)
+
+
+def _schedule(collective: Collective, ring_size: int, chip: Chip) -> Schedule:
+    if collective.kind == ALL_TO_ALL:
+        return Schedule(collective.axes, ring_size, two_way=False, unroll=True)
+    # The GPU compiler merges the dots of an unrolled ring and loses the overlap.
+    return default_schedule(collective.axes, ring_size, rolled=chip.kind == "gpu")
 
 
 def _shared(sites: Sequence[EinsumSite], choices: dict[int, _Choice]) -> dict[int, _Choice]:

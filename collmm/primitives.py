@@ -127,7 +127,8 @@ def _need_mesh(mesh: Any) -> None:
         )
 
 
-def _pspec(spec: Spec) -> PartitionSpec:
+def pspec(spec: Spec) -> PartitionSpec:
+    """Return ``spec`` as jax spells it."""
     return PartitionSpec(*(axes if axes else None for axes in spec))
 
 
@@ -138,19 +139,20 @@ def _without_ring(spec: Spec, dim: int, schedule: Schedule) -> Spec:
     return (*spec[:dim], spec[dim][:-n], *spec[dim + 1 :])
 
 
-def _label_axes(*operands: tuple[Sequence[int], Spec]) -> dict[int, tuple[str, ...]]:
+def label_axes_of(*operands: tuple[Sequence[int], Spec]) -> dict[int, tuple[str, ...]]:
+    """Return the mesh axes of every label, from (labels, spec) pairs."""
     axes: dict[int, tuple[str, ...]] = {}
     for labels, spec in operands:
         axes.update(zip(labels, spec, strict=True))
     return axes
 
 
-def _summed_axes(partial: PartialEinsum, axes: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+def summed_axes(partial: PartialEinsum, axes: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the mesh axes over which each device holds only a share of the einsum's sum."""
     return tuple(a for label in partial.einsum.contracting for a in axes[label])
 
 
-def _finish(
+def finish(
     out: jax.Array, spec: Spec, base: Spec, summed: Sequence[str], out_dtype: Any
 ) -> jax.Array:
     """Reduce a local result over the axes that no ring has reduced.
@@ -169,7 +171,7 @@ def _finish(
     return lax.convert_element_type(out, out_dtype)
 
 
-def _wide(partial: PartialEinsum, summed: Sequence[str]) -> PartialEinsum:
+def wide(partial: PartialEinsum, summed: Sequence[str]) -> PartialEinsum:
     """Return ``partial`` with its result left in the accumulation dtype if more is to be added."""
     if not summed:
         return partial
@@ -188,7 +190,7 @@ def _gather_base(use: GatherUse, gathered_spec: Spec, dim: int, schedule: Schedu
     """Return the axes of each label once the gather is done."""
     consumer = use.consumer
     whole = _without_ring(gathered_spec, dim, schedule)
-    return _label_axes(
+    return label_axes_of(
         (consumer.gathered_labels(), whole), (consumer.local_labels(), use.local_spec)
     )
 
@@ -201,17 +203,17 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
     for use in uses:
         partial = use.consumer.partial
         axes = _gather_base(use, gathered_spec, dim, schedule)
-        summed = _summed_axes(partial, axes)
+        summed = summed_axes(partial, axes)
         base = tuple(axes[label] for label in partial.einsum.out)
-        consumers.append(dataclasses.replace(use.consumer, partial=_wide(partial, summed)))
+        consumers.append(dataclasses.replace(use.consumer, partial=wide(partial, summed)))
         finishers.append((use.out_spec, base, summed, partial.out_dtype))
 
     def body(shard, *locals_):
         outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, gathered_dim=dim)
-        return [_finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
+        return [finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
 
-    in_specs = (_pspec(gathered_spec), *(_pspec(use.local_spec) for use in uses))
-    out_specs = [_pspec(use.out_spec) for use in uses]
+    in_specs = (pspec(gathered_spec), *(pspec(use.local_spec) for use in uses))
+    out_specs = [pspec(use.out_spec) for use in uses]
     return _jax.shard_map_all(body, mesh, in_specs, out_specs)(gathered, *locals_)
 
 
@@ -304,7 +306,7 @@ def _gathered_cotangent(parts, aval, gathered_spec, ring):
         pair, specs = (ct, local), (ct_spec, use.local_spec)
         if consumer.gathered_operand:
             pair, specs = pair[::-1], specs[::-1]
-        if set(ring["schedule"].axes) <= set(_summed_axes(partial, axes)):
+        if set(ring["schedule"].axes) <= set(summed_axes(partial, axes)):
             operands.append(pair)
             terms.append(ScatterTerm(partial, *specs))
         else:
@@ -326,7 +328,7 @@ def _same_sums(terms: Sequence[ScatterTerm]) -> list[list[int]]:
     """Group terms by the axes they are summed over: one ring can add up only equal ones."""
     groups: dict[frozenset[str], list[int]] = {}
     for i, term in enumerate(terms):
-        groups.setdefault(frozenset(_summed_axes(term.partial, _term_axes(term))), []).append(i)
+        groups.setdefault(frozenset(summed_axes(term.partial, _term_axes(term))), []).append(i)
     return list(groups.values())
 
 
@@ -363,7 +365,7 @@ def _gather_batch(size, spmd, operands, dims, *, uses, gathered_spec, dim, sched
 
 def _term_axes(term: ScatterTerm) -> dict[int, tuple[str, ...]]:
     einsum = term.partial.einsum
-    return _label_axes((einsum.lhs, term.lhs_spec), (einsum.rhs, term.rhs_spec))
+    return label_axes_of((einsum.lhs, term.lhs_spec), (einsum.rhs, term.rhs_spec))
 
 
 def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
@@ -372,12 +374,12 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
         triples = list(zip(lhs, rhs, (term.partial for term in terms), strict=True))
         return [loops.einsum_reduce_scatter(triples, dim, schedule)]
     axes = _term_axes(terms[0])
-    summed = _summed_axes(terms[0].partial, axes)
+    summed = summed_axes(terms[0].partial, axes)
     rest = tuple(a for a in summed if a not in schedule.axes)
     base = [axes[label] for label in terms[0].partial.einsum.out]
     base[dim] = (*base[dim], *schedule.axes)
     out_dtype = terms[0].partial.out_dtype
-    partials = [_wide(term.partial, rest) for term in terms]
+    partials = [wide(term.partial, rest) for term in terms]
 
     def body(*operands):
         triples = [
@@ -385,10 +387,10 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
             for lhs, rhs, partial in zip(operands[::2], operands[1::2], partials, strict=True)
         ]
         out = loops.einsum_reduce_scatter(triples, dim, schedule)
-        return [_finish(out, out_spec, tuple(base), rest, out_dtype)]
+        return [finish(out, out_spec, tuple(base), rest, out_dtype)]
 
-    in_specs = tuple(_pspec(spec) for term in terms for spec in (term.lhs_spec, term.rhs_spec))
-    return _jax.shard_map_all(body, mesh, in_specs, [_pspec(out_spec)])(*operands)
+    in_specs = tuple(pspec(spec) for term in terms for spec in (term.lhs_spec, term.rhs_spec))
+    return _jax.shard_map_all(body, mesh, in_specs, [pspec(out_spec)])(*operands)
 
 
 def _scatter_abstract(*operands, terms, out_spec, dim, schedule, mesh):

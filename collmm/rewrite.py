@@ -21,6 +21,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.capture import Captured, site_of
+from collmm.exchange import exchange_einsum_p, moved_spec
 from collmm.loops import Consumer
 from collmm.manual import Match
 from collmm.plan import Decision, Plan
@@ -30,9 +31,15 @@ from collmm.primitives import (
     all_gather_einsum_p,
     einsum_reduce_scatter_p,
 )
-from collmm.rewrite_manual import check_type, manual_gather, manual_scatter, partial_einsum
+from collmm.rewrite_manual import (
+    check_type,
+    manual_exchange,
+    manual_gather,
+    manual_scatter,
+    partial_einsum,
+)
 from collmm.share import share_rings
-from collmm.sites import ALL_GATHER, REDUCE_SCATTER, Spec
+from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Spec
 
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
@@ -66,7 +73,9 @@ class _Rewriter:
         for eqn in jaxpr.eqns:
             if id(eqn) in endings:
                 dot, decision = endings[id(eqn)]
-                new = manual_scatter(dot, decision, self._match(decision))
+                match = self._match(decision)
+                after = manual_exchange if match.kind == ALL_TO_ALL else manual_scatter
+                new = after(dot, decision, match)
             else:
                 new = self._visit(eqn, producers)
             producers.update((v, e) for e in new for v in e.outvars)
@@ -108,7 +117,10 @@ class _Rewriter:
             if not decision.site.manual:
                 return [self._rewrite_one(eqn, decision, producers)]
             match = self._match(decision)
-            return [eqn] if match.operand is None else manual_gather(eqn, decision, match)
+            if match.operand is None:
+                return [eqn]  # the ring stands where the user's collective was
+            before = manual_exchange if match.kind == ALL_TO_ALL else manual_gather
+            return before(eqn, decision, match)
         new = {
             (key, index): self.walk(_jax.open_jaxpr(sub))
             for key, index, sub in _jax.jaxprs_in(eqn)
@@ -120,7 +132,9 @@ class _Rewriter:
         site = decision.site
         mesh = self._meshes[site.axis_sizes]
         assert decision.collective is not None
-        if decision.collective.kind == ALL_GATHER:
+        if decision.collective.kind == ALL_TO_ALL:
+            new = _exchange_eqn(eqn, decision, mesh, producers)
+        elif decision.collective.kind == ALL_GATHER:
             new = _gather_eqn(eqn, decision, mesh, producers)
         else:
             new = scatter_eqn(eqn, decision, mesh)
@@ -151,6 +165,29 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
     )
 
 
+def _exchange_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:
+    site, c = decision.site, decision.collective
+    assert c is not None
+    invars = list(eqn.invars)
+    specs = [site.lhs_spec, site.rhs_spec, _result_spec(decision)]
+    if c.operand is None:
+        specs[2] = moved_spec(specs[2], c.dim, c.split_dim, c.axes)
+    else:
+        # The specs of the site are those after the exchange; it starts from before.
+        specs[c.operand] = moved_spec(specs[c.operand], c.split_dim, c.dim, c.axes)
+        invars[c.operand] = _before_gather(invars[c.operand], specs[c.operand], producers)
+    params = {
+        "partial": partial_einsum(eqn, site),
+        "operand": c.operand,
+        "split_dim": c.split_dim,
+        "join_dim": c.dim,
+        "specs": tuple(specs),
+        "schedule": decision.schedule,
+        "mesh": mesh,
+    }
+    return _jax.primitive_eqn(eqn, exchange_einsum_p, invars, eqn.outvars, params)
+
+
 def scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
     """Return the equation of an einsum whose sum is scattered on a ring, in place of ``eqn``."""
     site, collective = decision.site, decision.collective
@@ -169,9 +206,8 @@ def _result_spec(decision: Decision) -> Spec:
     """Return the sharding of the result after every reduce-scatter next to the einsum."""
     spec = decision.site.out_spec
     for c in decision.site.loopable:
-        if c.kind == REDUCE_SCATTER or (
-            c is decision.collective is not None and c.kind != ALL_GATHER
-        ):
+        scattered_first = c.kind == ALL_REDUCE and c == decision.collective
+        if c.kind == REDUCE_SCATTER or scattered_first:
             spec = _appended(spec, c.dim, c.axes)
     return spec
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.errors import AnalysisError
+from collmm.exchange import exchange_einsum_p
 from collmm.loops import Consumer, PartialEinsum
 from collmm.manual import Match, block_shape, replay
 from collmm.plan import Decision
@@ -86,6 +87,41 @@ def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
         eqns[-1] = eqns[-1].replace(outvars=match.eqn.outvars)
     else:
         eqns.append(_jax.reshape_eqn(match.eqn, block, match.eqn.outvars[0]))
+    return eqns
+
+
+def manual_exchange(dot: Any, decision: Decision, match: Match) -> list[Any]:
+    """Return the equations in place of ``dot``, or of the all-to-all that follows it."""
+    site, eqns = decision.site, []
+    invars = list(dot.invars)
+    if match.operand is not None:
+        (block,) = match.eqn.invars
+        for step in match.between:  # casts only: they do not care where elements are
+            out = _jax.var_like(step.outvars[0], block.aval.shape)
+            eqns.append(step.replace(invars=[block], outvars=[out]))
+            block = out
+        invars[match.operand] = block
+    params = {
+        "partial": partial_einsum(dot, site),
+        "operand": match.operand,
+        "split_dim": match.split_dim,
+        "join_dim": match.dim,
+        "specs": (site.lhs_spec, site.rhs_spec, site.out_spec),
+        "schedule": decision.schedule,
+        "mesh": None,
+    }
+    if match.operand is not None:
+        new = _jax.primitive_eqn(dot, exchange_einsum_p, invars, dot.outvars, params)
+        check_type(dot, new)
+        return [*eqns, new]
+    target = match.eqn.outvars[0]
+    out = _jax.var_like(dot.outvars[0], target.aval.shape)
+    eqns = [_jax.primitive_eqn(dot, exchange_einsum_p, invars, [out], params)]
+    for step in match.between:
+        last = _jax.var_like(step.outvars[0], target.aval.shape)
+        eqns.append(step.replace(invars=[out], outvars=[last]))
+        out = last
+    eqns[-1] = eqns[-1].replace(outvars=[target])
     return eqns
 
 

@@ -17,7 +17,8 @@ Spec = tuple[tuple[str, ...], ...]
 ALL_GATHER = "all-gather"
 REDUCE_SCATTER = "reduce-scatter"
 ALL_REDUCE = "all-reduce"
-LOOPED = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+ALL_TO_ALL = "all-to-all"
+LOOPED = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Collective:
         all-reduce the dimension by which a ring can scatter the sum first; -1 if there is none.
       axes: the mesh axes it runs over, major to minor.
       bytes: bytes per device of the whole (gathered, or not yet scattered) value.
+      split_dim: of an all-to-all, the dimension that is whole before it and sharded after it; it
+        joins the shards of ``dim``. -1 for every other kind.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Collective:
     dim: int
     axes: tuple[str, ...]
     bytes: int
+    split_dim: int = -1
 
     def describe(self) -> str:
         """Return e.g. ``all-gather lhs[1] over model``."""

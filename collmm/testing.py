@@ -16,7 +16,7 @@ from collmm.hlo.findings import Finding, Verdict
 from collmm.hlo.parse import parse
 from collmm.plan import Decision, Plan
 from collmm.prediction import Prediction, predict
-from collmm.sites import ALL_GATHER
+from collmm.sites import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from collmm.targets import Target, parse_target
 
 _PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu",), "gpu": ("gpu", "cuda", "rocm")}
@@ -150,10 +150,11 @@ def _predict(text: str, target: Target | None, args: tuple, kwargs: dict) -> Pre
 
 def _missing_in_plan(plan: Plan, gathers: int | None, scatters: int | None) -> list[str]:
     looped = [d.collective.kind for d in plan.rewritten if d.collective is not None]
-    have = looped.count(ALL_GATHER)
+    # Of an all-reduce the first half is a looped reduce-scatter.
+    scattered = looped.count(REDUCE_SCATTER) + looped.count(ALL_REDUCE)
     wanted = (
-        ("all-gather", gathers, have),
-        ("reduce-scatter", scatters, len(looped) - have),  # also the first half of an all-reduce
+        ("all-gather", gathers, looped.count(ALL_GATHER)),
+        ("reduce-scatter", scatters, scattered),
     )
     problems = [
         f"expected at least {want} looped {kind} einsums, the plan has {found}"

@@ -149,7 +149,8 @@ def test_dump_as_json_is_one_document(gather, tmp_path, capsys):
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert "a line of the program" in captured.err
-    assert set(document) == {"plan", "collectives", "files"}
+    assert set(document) == {"plan", "collectives", "memory", "compiler_options", "files"}
+    assert set(document["memory"]) == {"before", "after"}
     assert document["plan"] == json.loads((out / "plan.json").read_text())
     assert {pathlib.Path(f) for f in document["files"]} == {out / name for name in DUMPED}
     before, after = document["collectives"]["before"], document["collectives"]["after"]
@@ -209,8 +210,8 @@ def test_verbose_says_what_is_done(gather, caplog, tmp_path):
 # --- bad input ---
 
 BAD_INPUT = {
-    "command": (["dumb"], r"collmm: no command 'dumb'; did you mean 'dump'\? valid: dump"),
-    "flag-first": (["--target"], r"collmm: no flag '--target'; valid: dump"),
+    "command": (["dumb"], r"collmm: no command 'dumb'; did you mean 'dump'\? valid: "),
+    "flag-first": (["--taget"], r"collmm: no flag '--taget'; did you mean 'targets'\? valid: "),
     "no-program": (["dump"], r"collmm dump: 0 program files; give one, see collmm dump --help"),
     "two-programs": (["dump", "a.py", "b.py"], r"collmm dump: 2 program files; give one"),
     "missing": (["dump", "no/such.py"], r"collmm dump: cannot read no/such.py: No such file"),

@@ -69,7 +69,7 @@ TRANSFORMS = {
     "vjp": lambda f: lambda *xs: jax.vjp(f, *xs)[1](xs[0]),
     "linearize": lambda f: lambda *xs: jax.linearize(f, *xs)[1](*xs),
     "hvp": lambda f: lambda *xs: jax.jvp(jax.grad(loss_of(f), argnums=EVERY), xs, xs),
-    "jacfwd": lambda f: lambda x, up, down: jax.jacfwd(lambda u: f(x, u, down))(up[:1]),
+    "jacfwd": lambda f: lambda x, up, down: jax.jacfwd(lambda u: f(x, u, down))(up),
     "jacrev": lambda f: lambda x, up, down: jax.jacrev(lambda d: jnp.sum(f(x, up, d), (0, 1)))(
         down
     ),

@@ -145,7 +145,7 @@ def _file_name(title: str) -> str:
 COMMAND = Command(
     "audit",
     "PROGRAM|FILE",
-    "show which collectives of the compiled schedule are overlapped, and what is exposed",
+    "show which collectives of a compiled schedule are hidden, and which exposed",
     """PROGRAM is a program file, see collmm dump --help: the original program and the overlapped
     one are compiled for the target and both schedules read. On a TPU the original is compiled a
     second time, with the compiler's own decomposition of collectives and einsums off.

@@ -17,7 +17,7 @@ import dataclasses
 from collmm.cost import collectives
 from collmm.cost.figures import Chip
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, ALL_REDUCE, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, EinsumSite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,11 @@ def estimate(site: EinsumSite, collective: Collective, schedule: Schedule, chip:
     if ring.note:
         notes.append(ring.note)
     size = collective.bytes
+    if collective.kind == ALL_TO_ALL:
+        # Blocks go straight to their peers over the links that the all-to-all itself would use.
+        whole_s = collectives.all_to_all_s(ring, size * schedule.ring_size)
+        extra_s = 2 * whole_s / schedule.ring_size
+        return Estimate(einsum_s, whole_s, whole_s, 1.0, extra_s, note="; ".join(notes))
     ring_s = (
         collectives.all_gather_s(ring, size)
         if collective.kind == ALL_GATHER

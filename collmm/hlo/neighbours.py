@@ -46,8 +46,9 @@ def einsums_beside(module: Module, finding: Finding, durations: Durations) -> li
     computation = module[finding.computation]
     start = computation[finding.name]
     if finding.kind == "all-gather":
-        end = computation[finding.done] if finding.done else start
-        found = _after(module, computation, end)
+        # A synchronous one may be written as a start and a done, too.
+        end = computation[finding.done] if finding.done else computation.done_of(start)
+        found = _after(module, computation, end or start)
     elif finding.kind in ("reduce-scatter", "all-reduce"):
         found = _before(module, computation, start)
     else:

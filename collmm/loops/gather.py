@@ -67,7 +67,7 @@ def all_gather_einsum(
             for consumer, local in zip(consumers, locals_, strict=True)
         ]
         return [*results, shard] if return_gathered else results
-    ring = _Gather(schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered)
+    ring = Arrivals(schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered)
     run = _unrolled if schedule.unroll else _rolled
     states = run(ring, shard, position(schedule))
     return [
@@ -80,8 +80,8 @@ _States = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Gather:
-    """One ring: what every step needs besides the shard that has arrived."""
+class Arrivals:
+    """What every step needs besides the shard that has arrived, on a ring or from a peer."""
 
     schedule: Schedule
     locals_: tuple[Array, ...]
@@ -120,7 +120,7 @@ class _Gather:
         return put(state, partial.dot(*operands), partial.einsum.out.index(label), start, size)
 
 
-def _unrolled(ring: _Gather, shard: Array, pos: Array) -> _States:
+def _unrolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     """Every step written out: the sends of step i first, then the einsums of step i."""
     schedule = ring.schedule
     chains = gather_chains(schedule.ring_size, schedule.two_way)
@@ -140,7 +140,7 @@ def _unrolled(ring: _Gather, shard: Array, pos: Array) -> _States:
     return states
 
 
-def _rolled(ring: _Gather, shard: Array, pos: Array) -> _States:
+def _rolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     """A loop whose program does not grow with the ring; the sends are those of the unrolled one.
 
     The own shard is peeled off in front (it makes the results, so no buffer is filled first) and

@@ -72,7 +72,7 @@ def test_memory_is_told_against_the_device(mlp):
 def test_a_program_that_is_too_large_says_by_how_much():
     program = open_program(PROGRAMS / "mlp_gpu.py", "gpu:h100:1x8")
     x, *weights = program.args
-    large = dataclasses.replace(program, args=(x.update(shape=(2**22, 8192)), *weights))
+    large = dataclasses.replace(program, args=(x.update(shape=(2**23, 8192)), *weights))
     with large.context():
         (original,) = audit_program(large, original_only=True).programs
     memory = original.memory

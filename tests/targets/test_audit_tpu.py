@@ -72,7 +72,9 @@ MESH = {"model": 8}
 def build(mesh):
     def array(shape, *axes):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*axes)))
-    return (lambda x, w: x @ w), (array((2**21, 8192), "model"), array((8192, 8192), None, "model"))
+    def step(x, w):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) @ w
+    return step, (array((2**21, 8192), "model"), array((8192, 8192), None, "model"))
 """
 
 
