@@ -255,7 +255,15 @@ def shard_map_all(body: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> C
 
 def is_resharding(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` changes nothing of a value but how it is sharded."""
-    return eqn.primitive.name in ("sharding_constraint", "reshard")
+    if eqn.primitive.name not in ("sharding_constraint", "reshard"):
+        return False
+    return not any(is_unreduced(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+def is_unreduced(aval: Any) -> bool:
+    """Whether a value of this type is a sum that is still to be taken over some mesh axes."""
+    spec = aval.sharding.spec
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
 
 def resharding_spec(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:

@@ -207,6 +207,8 @@ class _Walker:
         metadata = _jax.eqn_metadata(eqn)
         if metadata.get(OVERLAP_KEY) == "none":
             refusal = Reason.NO_OVERLAP
+        elif any(_jax.is_unreduced(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            refusal = Reason.UNREDUCED
         file, line, function = _jax.user_frame(eqn)
         location = Location(file, line, function, str(eqn.source_info.name_stack))
         typed = _jax.typed_sharding(eqn.outvars[0].aval) is not None

@@ -68,6 +68,7 @@ class Reason(enum.Enum):
         "the reduced result is sliced over axes that were not reduced too",
     )
     SHARED_RESULT = ("shared-result", "the summed result is also needed whole by something else")
+    UNREDUCED = ("unreduced", "the program itself leaves an operand or the result unreduced")
     UNSUPPORTED_DTYPE = ("unsupported-dtype", "no loop exists for these element types")
     UNKNOWN_MESH = ("unknown-mesh", "the mesh of the sharding could not be identified")
     UNREACHED = ("unreached", "the einsum did not reach the compiler: dead, or rewritten by jax")

@@ -98,7 +98,18 @@ def plan_program(
         plan = _with_decisions(planned(found), done)
     if not plan.rewritten:
         return Planned(plan, closed)
-    return Planned(plan, rewrite(captured, plan, meshes))
+    refused: dict[int, str] = {}
+    new = rewrite(captured, plan, meshes, refused)
+    return Planned(_with_decisions(plan, _refused(plan, refused)), new)
+
+
+def _refused(plan: Plan, details: dict[int, str]) -> dict[int, Decision]:
+    return {
+        i: dataclasses.replace(
+            plan.decisions[i], schedule=None, reason=Reason.ANALYSIS_FAILED, detail=detail
+        )
+        for i, detail in details.items()
+    }
 
 
 def _with_decisions(plan: Plan, known: dict[int, Decision]) -> Plan:

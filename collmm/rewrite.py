@@ -10,12 +10,13 @@ after::
     y = all_gather_einsum[dim=1 schedule=two-way x4] n w   # g is dead, unless something needs it
 
 A dot that the plan leaves alone gets back exactly what it was. Equations keep their place, source
-line and name stack. Refuses (``AnalysisError``) when a rewritten equation would have another type
-than the one it replaces.
+line and name stack. Refuses when a rewritten equation would have another type than the one it
+replaces.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,11 +33,11 @@ from collmm.primitives import (
     einsum_reduce_scatter_p,
 )
 from collmm.rewrite_manual import (
-    check_type,
     manual_exchange,
     manual_gather,
     manual_scatter,
     partial_einsum,
+    type_change,
 )
 from collmm.share import share_rings
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Spec
@@ -44,16 +45,18 @@ from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Spe
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
 
-def rewrite(captured: Captured, plan: Plan, meshes: MeshOf) -> Any:
+def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, str]) -> Any:
     """Return the closed jaxpr of ``captured`` with the plan carried out.
 
     Args:
       captured: the numbered program.
       plan: one decision per number.
       meshes: the ``jax.sharding.Mesh`` for each ``axis_sizes`` that a site names.
+      refused: filled with the sites that could not be rewritten after all, and why.
     """
     walker = _Rewriter(captured, plan, meshes)
     jaxpr = walker.walk(captured.closed.jaxpr)
+    refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
     return closed.replace(jaxpr=share_rings(closed.jaxpr))
 
@@ -65,20 +68,26 @@ class _Rewriter:
         self._captured = captured
         self._plan = plan
         self._meshes = meshes
+        self.refused: dict[int, str] = {}
 
     def walk(self, jaxpr: Any) -> Any:
         producers: dict[Any, Any] = {}
         endings = self._endings(jaxpr)
-        eqns = []
+        reshards = _typed_reshards(jaxpr)
+        eqns: list[Any] = []
+        made: set[Any] = set()
         for eqn in jaxpr.eqns:
+            if any(v in made for v in eqn.outvars):
+                continue  # a reshard that its einsum took over
             if id(eqn) in endings:
                 dot, decision = endings[id(eqn)]
                 match = self._match(decision)
                 after = manual_exchange if match.kind == ALL_TO_ALL else manual_scatter
                 new = after(dot, decision, match)
             else:
-                new = self._visit(eqn, producers)
+                new = self._visit(eqn, producers, reshards)
             producers.update((v, e) for e in new for v in e.outvars)
+            made.update(v for e in new for v in e.outvars)
             eqns += new
         return jaxpr.replace(eqns=eqns)
 
@@ -107,7 +116,7 @@ class _Rewriter:
     def _untagged(self, eqn: Any, number: int) -> Any:
         return eqn.replace(ctx=self._captured.dots[number].eqn.ctx)
 
-    def _visit(self, eqn: Any, producers: dict[Any, Any]) -> list[Any]:
+    def _visit(self, eqn: Any, producers: dict[Any, Any], reshards: dict[Any, Any]) -> list[Any]:
         number = site_of(eqn)
         if number is not None:
             decision = self._plan.decisions[number]
@@ -115,7 +124,7 @@ class _Rewriter:
             if not decision.rewritten:
                 return [eqn]
             if not decision.site.manual:
-                return [self._rewrite_one(eqn, decision, producers)]
+                return self._rewrite_one(eqn, decision, producers, reshards)
             match = self._match(decision)
             if match.operand is None:
                 return [eqn]  # the ring stands where the user's collective was
@@ -128,7 +137,13 @@ class _Rewriter:
         }
         return [_jax.with_jaxprs(eqn, new) if new else eqn]
 
-    def _rewrite_one(self, eqn: Any, decision: Decision, producers: dict[Any, Any]) -> Any:
+    def _rewrite_one(
+        self,
+        eqn: Any,
+        decision: Decision,
+        producers: dict[Any, Any],
+        reshards: dict[Any, Any],
+    ) -> list[Any]:
         site = decision.site
         mesh = self._meshes[site.axis_sizes]
         assert decision.collective is not None
@@ -138,8 +153,30 @@ class _Rewriter:
             new = _gather_eqn(eqn, decision, mesh, producers)
         else:
             new = scatter_eqn(eqn, decision, mesh)
-        check_type(eqn, new)
-        return new
+        # Where shardings are types, the user's reshard of the result is what scatters it.
+        reshard = reshards.get(eqn.outvars[0])
+        if reshard is not None and type_change(eqn.outvars, new):
+            new = new.replace(outvars=reshard.outvars)
+            if not type_change(reshard.outvars, new):
+                return [new]
+        change = type_change(eqn.outvars, new)
+        if change:
+            self.refused[site.index] = change
+            return [eqn]
+        return [new]
+
+
+def _typed_reshards(jaxpr: Any) -> dict[Any, Any]:
+    """Return, by their operand, the reshards that alone read a typed value."""
+    readers = Counter(
+        v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)
+    )
+    readers.update(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal))
+    return {
+        eqn.invars[0]: eqn
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "reshard" and readers[eqn.invars[0]] == 1
+    }
 
 
 def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:

@@ -135,9 +135,16 @@ def partial_einsum(eqn: Any, site: Any) -> PartialEinsum:
 
 def check_type(old: Any, new: Any) -> None:
     """Raise unless the new equation's results have the types of the old one's."""
-    avals = _jax.result_types(new)
-    for var, aval in zip(old.outvars, avals, strict=True):
+    change = type_change(old.outvars, new)
+    if change:
+        raise AnalysisError(f"rewriting {old.primitive}: {change}")
+
+
+def type_change(outvars: Any, new: Any) -> str:
+    """Return how the results of ``new`` differ in type from ``outvars``; '' if they do not."""
+    for var, aval in zip(outvars, _jax.result_types(new), strict=True):
         want = var.aval
         same = (want.shape, want.dtype) == (aval.shape, aval.dtype)
         if not same or _jax.typed_sharding(want) != _jax.typed_sharding(aval):
-            raise AnalysisError(f"rewriting {old.primitive} would change {want} into {aval}")
+            return f"{want} would become {aval}"
+    return ""
