@@ -124,9 +124,9 @@ def table(rows: Mapping[str, Memory]) -> str:
     """Return the memory of programs as a table, and a line for each that does not fit.
 
     >>> print(table({"original": Memory(3 * 2**30, 2**30, 2**30, 2**30, 0, 2**29, 0, 2**31)}))
-    memory     peak     arguments  outputs  temporaries  of them gathered  other collectives
-    ---------  -------  ---------  -------  -----------  ----------------  -----------------
-    original   3.0 GiB  1.0 GiB    1.0 GiB  1.0 GiB      512.0 MiB         0 B
+    memory    peak     arguments  outputs  temporaries  of them gathered  other collectives
+    --------  -------  ---------  -------  -----------  ----------------  -----------------
+    original  3.0 GiB  1.0 GiB    1.0 GiB  1.0 GiB      512.0 MiB         0 B
     original does not fit: 1.0 GiB more than the 2.0 GiB of the device
     """
     headers = (

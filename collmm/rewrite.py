@@ -172,10 +172,11 @@ def _typed_reshards(jaxpr: Any) -> dict[Any, Any]:
         v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)
     )
     readers.update(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal))
+    reshards = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reshard"]
     return {
         eqn.invars[0]: eqn
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "reshard" and readers[eqn.invars[0]] == 1
+        for eqn in reshards
+        if not isinstance(eqn.invars[0], _jax.Literal) and readers[eqn.invars[0]] == 1
     }
 
 

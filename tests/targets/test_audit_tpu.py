@@ -90,24 +90,18 @@ def test_a_program_that_does_not_fit_says_by_how_much(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "target", "step"),
-    [
-        ("gpt_64b.py", "tpu:v4:4x4x8", None),
-        # 1024 chips: 1034 ms undecomposed and 851 as the compiler ships, by another's reading.
-        ("gpt_512b.py", "tpu:v4:8x8x16", (1.034, 0.851)),
-    ],
+    ("name", "target"), [("gpt_64b.py", "tpu:v4:4x4x8"), ("gpt_512b.py", "tpu:v4:8x8x16")]
 )
-def test_a_decoder_layer_compiles_and_audits_on_its_pod(name, target, step):
+def test_a_decoder_layer_compiles_and_audits_on_its_pod(name, target):
+    """128 and 1024 chips, forward and backward; minutes each, nearly all of it the compiler's."""
     done = audited(name, target)
-    assert set(done) == {UNDECOMPOSED, ORIGINAL, OVERLAPPED}
+    assert [a.failure for a in done.values()] == [""] * 3
     for audit in done.values():
         line = audit.prediction.timeline
+        assert line.complete
         assert line.step == pytest.approx(line.compute + line.exposed + line.copying)
         assert all(f.axes for f in line.findings)
-    kinds = {f.kind for f in done[OVERLAPPED].prediction.findings}
-    assert "collective-permute" in kinds
-    assert {f.axes for f in done[OVERLAPPED].prediction.findings} >= {("data",), ("model",)}
-    assert done[OVERLAPPED].prediction.timeline.step < done[ORIGINAL].prediction.timeline.step
-    if step is not None:
-        found = [done[t].prediction.timeline.step for t in (UNDECOMPOSED, ORIGINAL)]
-        assert found == pytest.approx(step, rel=0.1)
+        assert audit.memory.excess == 0
+    overlapped = done[OVERLAPPED].prediction
+    assert {f.axes for f in overlapped.findings if f.pairs} >= {("data",), ("model",)}
+    assert overlapped.timeline.step < done[ORIGINAL].prediction.timeline.step
