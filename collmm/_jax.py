@@ -546,15 +546,18 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
         return [next(grads) if lin else None for lin in linear]
 
     def batch(axis_data, operands, dims, *, jaxpr, **params):
+        out_dims = [
+            0 if mapped else None for mapped in _depends(jaxpr, [d is not None for d in dims])
+        ]
         mapped = jax.vmap(
-            as_function(jaxpr),
+            lambda *xs: tuple(as_function(jaxpr)(*xs)),
             in_axes=tuple(dims),
+            out_axes=tuple(out_dims),
             axis_name=axis_data.name if isinstance(axis_data.name, str) else None,
             axis_size=axis_data.size,
             spmd_axis_name=axis_data.spmd_name,
         )
-        outs = bind(_traced_call(mapped, operands), operands, **params)
-        return outs, [0] * len(outs)
+        return bind(_traced_call(mapped, operands), operands, **params), out_dims
 
     def partial_eval(trace, *tracers, jaxpr, **params):
         return _partial_eval_call(primitive, bind, trace, tracers, jaxpr, params)
@@ -591,6 +594,16 @@ def _call_jit(primitive, jaxpr, name, options):
 
     call.__name__ = name
     return jax.jit(call)
+
+
+def _depends(closed: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Return which results may depend on the marked inputs; an equation mixes all it reads."""
+    jaxpr = closed.jaxpr
+    marked = {v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(v, Literal) and v in marked for v in eqn.invars):
+            marked.update(eqn.outvars)
+    return [not isinstance(v, Literal) and v in marked for v in jaxpr.outvars]
 
 
 def _has_tangent(aval: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from collmm import _jax, loops
 from collmm.loops import Consumer
-from collmm.primitives import finish, label_axes_of, pspec, summed_axes, wide
+from collmm.primitives import finish, label_axes_of, pspec, summed_axes
 from collmm.sites import Spec
 
 
@@ -34,8 +34,8 @@ def _impl(lhs, rhs, *, partial, operand, split_dim, join_dim, specs, schedule, m
         base = moved_spec(base, join_dim, split_dim, axes)
 
     def body(lhs, rhs):
-        out = _exchanged(lhs, rhs, wide(partial, summed), operand, schedule, dims)
-        return [finish(out, out_spec, base, summed, partial.out_dtype)]
+        out = _exchanged(lhs, rhs, partial, operand, schedule, dims)
+        return [finish(out, out_spec, base, summed)]
 
     in_specs = (pspec(lhs_spec), pspec(rhs_spec))
     return _jax.shard_map_all(body, mesh, in_specs, [pspec(out_spec)])(lhs, rhs)

@@ -6,7 +6,7 @@ Pure: planning works on shapes and names, without devices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from collmm import report
 from collmm.cost.figures import Chip
@@ -77,11 +77,23 @@ class Plan:
 _Choice = tuple[Collective, Schedule, Estimate]
 
 
+# The order in which a ring over some axes of a site's mesh should visit its members; None: as is.
+RingOrder = Callable[[EinsumSite, tuple[str, ...]], tuple[int, ...] | None]
+
+
 def make_plan(
-    sites: Sequence[EinsumSite], options: Options, chip: Chip, *, note: str = "", program: str = ""
+    sites: Sequence[EinsumSite],
+    options: Options,
+    chip: Chip,
+    *,
+    note: str = "",
+    program: str = "",
+    ring_order: RingOrder = lambda site, axes: None,
 ) -> Plan:
     """Decide every site on ``chip`` under ``options``."""
-    choices = {site.index: _choose(site, chip) for site in sites if site.refusal is None}
+    choices = {
+        site.index: _choose(site, chip, ring_order) for site in sites if site.refusal is None
+    }
     choices.update(_shared(sites, choices))
     decisions = tuple(_decide(site, choices.get(site.index), options) for site in sites)
     return Plan(decisions, options.policy, chip.name, note, program)
@@ -106,7 +118,7 @@ def _decide(site: EinsumSite, choice: _Choice | None, options: Options) -> Decis
     return Decision(site, collective, schedule, estimate=figures)
 
 
-def _choose(site: EinsumSite, chip: Chip) -> _Choice:
+def _choose(site: EinsumSite, chip: Chip, ring_order: RingOrder) -> _Choice:
     """Pick which collective of the site to loop.
 
     The published choice between two: if the einsum takes less than either, the one with fewer
@@ -115,6 +127,7 @@ def _choose(site: EinsumSite, chip: Chip) -> _Choice:
     options = []
     for collective in site.loopable:
         schedule = _schedule(collective, site.ring_size(collective), chip)
+        schedule = dataclasses.replace(schedule, order=ring_order(site, collective.axes))
         options.append((collective, schedule, estimate(site, collective, schedule, chip)))
     if all(e.einsum_s < e.collective_s for _, _, e in options):
         return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
@@ -124,8 +137,11 @@ def _choose(site: EinsumSite, chip: Chip) -> _Choice:
 def _schedule(collective: Collective, ring_size: int, chip: Chip) -> Schedule:
     if collective.kind == ALL_TO_ALL:
         return Schedule(collective.axes, ring_size, two_way=False, unroll=True)
-    # The GPU compiler merges the dots of an unrolled ring and loses the overlap.
-    return default_schedule(collective.axes, ring_size, rolled=chip.kind == "gpu")
+    if chip.kind == "gpu":
+        # The compiler merges the dots of an unrolled ring, and the two ways of a ring would share
+        # one GPU's egress; either loses the overlap.
+        return Schedule(collective.axes, ring_size, two_way=False, unroll=False)
+    return default_schedule(collective.axes, ring_size)
 
 
 def _shared(sites: Sequence[EinsumSite], choices: dict[int, _Choice]) -> dict[int, _Choice]:

@@ -152,12 +152,11 @@ def summed_axes(partial: PartialEinsum, axes: dict[int, tuple[str, ...]]) -> tup
     return tuple(a for label in partial.einsum.contracting for a in axes[label])
 
 
-def finish(
-    out: jax.Array, spec: Spec, base: Spec, summed: Sequence[str], out_dtype: Any
-) -> jax.Array:
-    """Reduce a local result over the axes that no ring has reduced.
+def finish(out: jax.Array, spec: Spec, base: Spec, summed: Sequence[str]) -> jax.Array:
+    """Reduce a local result over the axes that no ring has reduced, in the user's own dtype.
 
-    ``base`` is the sharding that the einsum itself gives; what ``spec`` has beyond it is scattered.
+    These are the collectives that the compiler would have used, and stay as they were. ``base`` is
+    the sharding that the einsum itself gives; what ``spec`` has beyond it is scattered.
     """
     rest = list(summed)
     for d, (have, want) in enumerate(zip(base, spec, strict=True)):
@@ -168,19 +167,7 @@ def finish(
             rest = [a for a in rest if a not in extra]
     if rest:
         out = lax.psum(out, tuple(rest))
-    return lax.convert_element_type(out, out_dtype)
-
-
-def wide(partial: PartialEinsum, summed: Sequence[str]) -> PartialEinsum:
-    """Return ``partial`` with its result left in the accumulation dtype if more is to be added."""
-    if not summed:
-        return partial
-    wide = partial.accumulation_dtype
-    preferred = partial.preferred_element_type
-    # A DotAlgorithm pins the types of the dot; the sum is widened after it.
-    if preferred is None and not hasattr(partial.precision, "accumulation_type"):
-        preferred = wide
-    return dataclasses.replace(partial, out_dtype=wide, preferred_element_type=preferred)
+    return out
 
 
 # --- all_gather_einsum ---
@@ -205,8 +192,8 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
         axes = _gather_base(use, gathered_spec, dim, schedule)
         summed = summed_axes(partial, axes)
         base = tuple(axes[label] for label in partial.einsum.out)
-        consumers.append(dataclasses.replace(use.consumer, partial=wide(partial, summed)))
-        finishers.append((use.out_spec, base, summed, partial.out_dtype))
+        consumers.append(use.consumer)
+        finishers.append((use.out_spec, base, summed))
 
     def body(shard, *locals_):
         outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, gathered_dim=dim)
@@ -378,8 +365,7 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
     rest = tuple(a for a in summed if a not in schedule.axes)
     base = [axes[label] for label in terms[0].partial.einsum.out]
     base[dim] = (*base[dim], *schedule.axes)
-    out_dtype = terms[0].partial.out_dtype
-    partials = [wide(term.partial, rest) for term in terms]
+    partials = [term.partial for term in terms]
 
     def body(*operands):
         triples = [
@@ -387,7 +373,7 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
             for lhs, rhs, partial in zip(operands[::2], operands[1::2], partials, strict=True)
         ]
         out = loops.einsum_reduce_scatter(triples, dim, schedule)
-        return [finish(out, out_spec, tuple(base), rest, out_dtype)]
+        return [finish(out, out_spec, tuple(base), rest)]
 
     in_specs = tuple(pspec(spec) for term in terms for spec in (term.lhs_spec, term.rhs_spec))
     return _jax.shard_map_all(body, mesh, in_specs, [pspec(out_spec)])(*operands)

@@ -26,7 +26,8 @@ class Schedule:
     reduce-scatter cuts each block into, which travel out of phase if there is more than one; None
     takes 4 two-way and 1 one-way. With two, one is on its way while the other is multiplied; with
     four, each is on its way while three are multiplied, which hides an accumulator that is wider
-    than the operands.
+    than the operands. ``order``: the members in the order in which the ring visits them, where the
+    order of the axes is not that of the links; None is ``0, 1, 2, ...``.
 
     Raises ``OptionError`` for a value that is not allowed.
     """
@@ -37,6 +38,7 @@ class Schedule:
     unroll: bool
     barrier: bool = True
     chains: int | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.axes, tuple) or not self.axes:
@@ -63,6 +65,10 @@ class Schedule:
             raise OptionError(
                 f"Schedule chains must be None or an int >= {least} where two_way is "
                 f"{self.two_way}, got {self.chains!r}"
+            )
+        if self.order is not None and sorted(self.order) != list(range(self.ring_size)):
+            raise OptionError(
+                f"Schedule order {self.order!r} must name each of the {self.ring_size} members once"
             )
 
     @property

@@ -42,7 +42,7 @@ def all_to_all_einsum(
     arrivals = Arrivals(schedule, (local,), (consumer,), join_dim, False)
     states = arrivals.empty()
     for distance in range(n):
-        block = take(moved, split_dim, shard_start(pos, distance, n, size), size)
+        block = take(moved, split_dim, shard_start(pos, distance, schedule, size), size)
         arrived = _to_peer(block, distance, schedule)
         # What arrives over ``distance`` comes from that many positions before this one.
         states = arrivals.consume(states, arrived, pos, n - distance)
@@ -74,14 +74,14 @@ def einsum_all_to_all(
     pos = position(schedule)
     result = None
     for distance in range(n):
-        start = shard_start(pos, distance, n, size)
+        start = shard_start(pos, distance, schedule, size)
         operands = [
             take(x, labels.index(label), start, size) if label in labels else x
             for x, labels in ((lhs, einsum.lhs), (rhs, einsum.rhs))
         ]
         part = _to_peer(partial.dot(*operands), distance, schedule)
         joined = part.shape[join_dim]
-        at = shard_start(pos, n - distance, n, joined)
+        at = shard_start(pos, n - distance, schedule, joined)
         result = put(result, part, join_dim, at, n * joined)
     assert result is not None
     return result

@@ -96,7 +96,7 @@ class Arrivals:
     def consume(self, states: _States, shard: Array, pos: Array, offset: Any) -> _States:
         """Multiply the shard at ``offset`` with every local operand."""
         n, block = self.schedule.ring_size, shard.shape[self.dim]
-        start = shard_start(pos, offset, n, block)
+        start = shard_start(pos, offset, self.schedule, block)
         new = [
             self._consume_one(consumer, local, state, shard, start)
             for consumer, local, state in zip(self.consumers, self.locals_, states, strict=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from collmm.errors import OptionError
@@ -20,25 +21,40 @@ def position(schedule: Schedule) -> Array:
             f"the schedule is for a ring of {schedule.ring_size}, but the mesh axes "
             f"{schedule.axes} have {size} positions; make the schedule for this mesh"
         )
-    return lax.axis_index(schedule.axes)
+    return _lookup(_inverse(schedule.order), lax.axis_index(schedule.axes))
+
+
+def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if order is None else tuple(order.index(i) for i in range(len(order)))
+
+
+def _lookup(table: tuple[int, ...] | None, index: Array) -> Array:
+    """``table[index]``; the index itself without a table."""
+    if table is None:
+        return index
+    values = jnp.asarray(table, index.dtype)
+    return lax.dynamic_index_in_dim(values, index, keepdims=False, allow_negative_indices=False)
 
 
 def send(x: Array, chain: Chain, schedule: Schedule) -> Array:
     """One send of ``chain``."""
+    order = schedule.order or range(schedule.ring_size)
+    pairs = tuple((order[s], order[d]) for s, d in chain.permutation)
     if len(schedule.axes) == 1:
-        return lax.ppermute(x, schedule.axes, chain.permutation)
+        return lax.ppermute(x, schedule.axes, pairs)
     # ppermute counts positions in the mesh's own order of axes, whatever order it is given.
     mesh = jax.sharding.get_abstract_mesh()
-    order = tuple(axis for axis in mesh.axis_names if axis in schedule.axes)
-    pairs = relabelled(chain.permutation, schedule.axes, order, mesh.shape)
-    return lax.ppermute(x, order, pairs)
+    axes = tuple(axis for axis in mesh.axis_names if axis in schedule.axes)
+    return lax.ppermute(x, axes, relabelled(pairs, schedule.axes, axes, mesh.shape))
 
 
-def shard_start(pos: Array, offset: Any, n: int, block: int) -> Array:
-    """Where the shard ``(pos + offset) mod n`` starts, in elements of a dimension of n blocks."""
+def shard_start(pos: Array, offset: Any, schedule: Schedule, block: int) -> Array:
+    """Where the shard of the member ``offset`` positions on starts, in elements."""
+    n = schedule.ring_size
     # A loop counter may be wider than the position; both operands of rem are non-negative.
     offset = lax.convert_element_type(offset, pos.dtype)
-    return lax.rem(pos + offset, pos.dtype.type(n)) * pos.dtype.type(block)
+    member = _lookup(schedule.order, lax.rem(pos + offset, pos.dtype.type(n)))
+    return member * pos.dtype.type(block)
 
 
 def take(x: Array, dim: int, start: Array, size: int) -> Array:

@@ -66,8 +66,8 @@ class _Scatter:
 
     def start(self, part: Part, i: Any) -> Array:
         """Where ``part`` of the block to be added at step ``i`` starts."""
-        n = self.schedule.ring_size
-        start = shard_start(self.pos, part.chain.scattered_offset(i), n, self.block)
+        offset = part.chain.scattered_offset(i)
+        start = shard_start(self.pos, offset, self.schedule, self.block)
         return start + start.dtype.type(part.start)
 
     def share(self, part: Part, start: Array) -> Array:
