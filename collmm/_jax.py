@@ -393,6 +393,15 @@ def call_options(traced: Any) -> CallOptions:
     )
 
 
+def captured_tracers(traced: Any, arguments: int) -> list[Any]:
+    """Return the tracers of an outer trace that the program closes over.
+
+    They are operands of ``traced.jaxpr``, in front of its ``arguments``.
+    """
+    count = len(traced.jaxpr.in_avals) - arguments
+    return list(traced._consts)[:count] if count else []
+
+
 def dynamic_args(jitted: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments without those that ``jitted`` declares static."""
     info = jitted._jit_info
@@ -447,6 +456,19 @@ def constraint_shardings(closed: ClosedJaxpr) -> list[Any]:
 
     walk(closed.jaxpr)
     return found
+
+
+def names_devices(closed: ClosedJaxpr, shardings: Sequence[Any]) -> bool:
+    """Whether a program says which devices it runs on: by a sharding, a mesh or a constant."""
+    if any(isinstance(c, jax.Array) for c in closed.consts) or context_mesh() is not None:
+        return True
+    every = [*shardings, *constraint_shardings(closed)]
+    return any(
+        s is not None
+        and not is_unspecified(s)
+        and not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)
+        for s in every
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,7 +85,7 @@ class OverlappedFunction:
         return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"<overlapped {self.original!r}>"
@@ -125,6 +126,7 @@ class OverlappedFunction:
         traced = self.jitted.trace(*args, **kwargs)
         call = _jax.call_options(traced)
         leaves = jax.tree.leaves(_jax.dynamic_args(self.jitted, args, kwargs))
+        leaves = [*_jax.captured_tracers(traced, len(leaves)), *leaves]
         outs = deferred.overlap_call(
             traced.jaxpr, leaves, call.in_shardings, call.out_shardings, call.name, self.options
         )

@@ -121,7 +121,12 @@ def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Seque
     def numbered(*flat):
         return tuple(_jax.eval_jaxpr(closed.jaxpr, closed.consts, *flat))
 
-    lowered = jax.jit(numbered, out_shardings=tuple(out_shardings), keep_unused=True).lower(*args)
+    traced = jax.jit(numbered, out_shardings=tuple(out_shardings), keep_unused=True).trace(*args)
+    if _jax.names_devices(captured.closed, [*in_shardings, *out_shardings]):
+        lowered = traced.lower()
+    else:
+        # Inside another trace the mesh may be known by its axes alone.
+        lowered = traced.lower(lowering_platforms=(jax.default_backend(),))
     return lowered.compiler_ir("stablehlo")
 
 
