@@ -486,17 +486,38 @@ def constrain(x: Any, sharding: Any) -> Any:
 
 def bind_call(primitive: Any, closed: ClosedJaxpr, operands: Sequence[Any], **params) -> list[Any]:
     """Bind a call primitive on a program; constants, which may be tracers, become operands."""
+    return primitive.bind(*closed.consts, *operands, jaxpr=_without_consts(closed), **params)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
     jaxpr = _pe.convert_constvars_jaxpr(closed.jaxpr) if closed.consts else closed.jaxpr
-    return primitive.bind(*closed.consts, *operands, jaxpr=_closed(jaxpr), **params)
-
-
-def _closed(jaxpr: Jaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, ())
 
 
-def _traced_call(fn: Callable, operands: Sequence[Any]) -> ClosedJaxpr:
-    """Trace ``fn`` of flat operands, which may be tracers or types, to a closed jaxpr."""
-    return jax.make_jaxpr(lambda *xs: tuple(fn(*xs)))(*operands)
+@functools.lru_cache(maxsize=1024)
+def _remembered(key: Any, context: Any) -> list[ClosedJaxpr]:
+    """Return the box in which one traced transform is kept; it is empty at first."""
+    del key, context
+    return []
+
+
+def _traced_call(fn: Callable, operands: Sequence[Any], *key: Any) -> ClosedJaxpr:
+    """Trace ``fn`` of flat operands, which may be tracers or types, to a closed jaxpr.
+
+    ``fn`` must depend on nothing but ``key``: the same key and types give the same jaxpr, so that
+    what is compiled for it is found again.
+    """
+    types = tuple(jax.typeof(x) for x in operands)
+    box = _remembered((key, types), _config.trace_context())
+    if not box:
+        box.append(jax.make_jaxpr(lambda *xs: tuple(fn(*xs)))(*operands))
+    return box[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _split_known(jaxpr: ClosedJaxpr, unknown: tuple[bool, ...]) -> Any:
+    return _pe.partial_eval_jaxpr_nounits(jaxpr, list(unknown), instantiate=False)
 
 
 def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
@@ -538,7 +559,7 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
             return [*outs, *(d for d, fl in zip(dots, floating, strict=True) if fl)]
 
         nonzero = [t for t, m in zip(tangents, moving, strict=True) if m]
-        closed = _traced_call(jvp_fun, [*primals, *nonzero])
+        closed = _traced_call(jvp_fun, [*primals, *nonzero], "jvp", jaxpr, tuple(moving))
         flat = bind(closed, [*primals, *nonzero], **params)
         outs, dots = flat[: len(floating)], iter(flat[len(floating) :])
         return outs, [
@@ -564,7 +585,9 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
             return jax.linear_transpose(of_linear, *map(_struct, avals))(list(given))
 
         given = [cts[i] for i in live]
-        grads = iter(bind(_traced_call(pulled, [*known, *given]), [*known, *given], **params))
+        flat = [*known, *given]
+        key = ("transpose", jaxpr, tuple(linear), tuple(live), tuple(avals))
+        grads = iter(bind(_traced_call(pulled, flat, *key), flat, **params))
         return [next(grads) if lin else None for lin in linear]
 
     def batch(axis_data, operands, dims, *, jaxpr, **params):
@@ -579,7 +602,8 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
             axis_size=axis_data.size,
             spmd_axis_name=axis_data.spmd_name,
         )
-        return bind(_traced_call(mapped, operands), operands, **params), out_dims
+        key = ("vmap", jaxpr, tuple(dims), axis_data.name, axis_data.size, axis_data.spmd_name)
+        return bind(_traced_call(mapped, operands, *key), operands, **params), out_dims
 
     def partial_eval(trace, *tracers, jaxpr, **params):
         return _partial_eval_call(primitive, bind, trace, tracers, jaxpr, params)
@@ -589,7 +613,13 @@ def define_call(name: str, plan: Callable, surroundings: Callable) -> Any:
         return _call_jit(primitive, jaxpr, name, options)(*operands)
 
     def lower(ctx, *operands, jaxpr, name, options):
-        shardings, mesh = surroundings(ctx, operands, jaxpr.in_avals)
+        try:
+            shardings, mesh = surroundings(ctx, operands, jaxpr.in_avals)
+        except Exception:
+            # Not to know the surroundings is no reason to fail: the program names its own.
+            if options.strict:
+                raise
+            shardings, mesh = [None] * len(operands), None
         new = plan(jaxpr, shardings, name, options, mesh)
         rule = _mlir.lower_fun(as_function(new), multiple_results=True)
         return rule(ctx, *operands)
@@ -640,9 +670,7 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 def _partial_eval_call(primitive, bind, trace, tracers, jaxpr, params):
     """Split a call into what is known now and what waits, as ``jax.linearize`` asks."""
     unknown = [not t.pval.is_known() for t in tracers]
-    known_jaxpr, late_jaxpr, out_unknown, residuals = _pe.partial_eval_jaxpr_nounits(
-        jaxpr, unknown, instantiate=False
-    )
+    known_jaxpr, late_jaxpr, out_unknown, residuals = _split_known(jaxpr, tuple(unknown))
     known_in = [t.pval.get_known() for t in tracers if t.pval.is_known()]
     known_out = bind(known_jaxpr, known_in, **params)
     n = len(known_out) - len(residuals)

@@ -44,7 +44,9 @@ def _plan(closed: Any, shardings: Sequence[Any], name: str, options: Options, me
     """Return the rewritten program; the original one where the analysis fails."""
     nothing = [None] * len(closed.out_avals)
     try:
-        planned = plan_program(closed, shardings, nothing, options, name=name, mesh=mesh)
+        planned = plan_program(
+            closed, shardings, nothing, options, name=name, mesh=mesh, keep_results=False
+        )
     except Exception as e:
         # As for a call of its own: whatever the analysis meets, the user's program runs.
         if options.strict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import Any
 
 from collmm.capture import CapturedDot
@@ -119,6 +120,8 @@ def _inconsistent(site: EinsumSite, sharding: DotSharding) -> str:
 def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
     sizes = dict(site.axis_sizes)
     gathered_lhs, gathered_rhs = sharding.gathered
+    if any(size == 0 for shape in site.shapes for size in shape):
+        return "a dimension is empty"
     checks = (
         ("lhs", site.shapes[0], _joined(site.lhs_spec, gathered_lhs)),
         ("rhs", site.shapes[1], _joined(site.rhs_spec, gathered_rhs)),
@@ -127,6 +130,10 @@ def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
     for name, shape, spec in checks:
         if shard_shape(shape, spec, sizes) is None:
             return f"{name} of shape {shape} over {_show(spec)}"
+    for name, _, spec in checks:
+        for axes in spec:
+            if _out_of_order(axes, sizes):
+                return f"{name} is sharded over {'+'.join(axes)}, against the order of the mesh"
     for e in sharding.exchanged:
         name, shape, spec = checks[2 if e.operand is None else e.operand]
         other = e.target if e.operand is None else e.source
@@ -134,6 +141,18 @@ def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
         if shape[other] % shards:
             return f"{name} of shape {shape}, dimension {other} over {shards} devices"
     return ""
+
+
+def _out_of_order(axes: tuple[str, ...], sizes: dict[str, int]) -> bool:
+    """Whether axes stand against the mesh's order and their sizes do not divide each other.
+
+    XLA's partitioner aborts the process on some reshards between such tilings.
+    """
+    order = list(sizes)
+    ordered = sorted(axes, key=order.index) == list(axes)
+    extents = sorted(sizes[a] for a in axes)
+    divide = all(b % a == 0 for a, b in pairwise(extents))
+    return not ordered and not divide
 
 
 def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, ...]:

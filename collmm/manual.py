@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from collmm import _jax
 
 _THROUGH = ("convert_element_type", "transpose", "reshape", "pvary", "pcast", "copy")
@@ -107,6 +109,8 @@ class Body:
         if name != "reduce_scatter" or _grouped(eqn):
             return None
         size = eqn.params["axis_size"]
+        if not all(_sum_may_come_first(step) for step in between):
+            return None
         dim = _through(between[::-1], eqn.params["scatter_dimension"], size, _backward)
         if dim is None or dot.outvars[0].aval.shape[dim] % size:
             return None
@@ -140,6 +144,26 @@ def _through(steps: list[Any], dim: int, size: int, follow: Callable) -> int | N
             return None
         dim = new
     return dim
+
+
+def _sum_may_come_first(eqn: Any) -> bool:
+    """Whether summing before ``eqn`` gives what summing after it gives, or a more exact value.
+
+    The ring sums before what stands between dot and reduce-scatter. A cast to a narrower type of
+    the same kind may wait (integers wrap alike); any other cast would change the sum.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return True
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    for kind in (jnp.integer, jnp.floating):
+        if jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind):
+            return new.itemsize <= old.itemsize and not _half_swap(old, new)
+    return False
+
+
+def _half_swap(old: Any, new: Any) -> bool:
+    """Whether a cast goes between two floats of one size, each of which rounds what it gets."""
+    return old != new and old.itemsize == new.itemsize and jnp.issubdtype(old, jnp.floating)
 
 
 def _forward(eqn: Any, dim: int, size: int) -> int | None:

@@ -62,6 +62,7 @@ def plan_program(
     *,
     name: str = "",
     mesh: Any = None,
+    keep_results: bool = True,
 ) -> Planned:
     """Plan and rewrite one closed jaxpr.
 
@@ -72,6 +73,8 @@ def plan_program(
       options: policy and hardware.
       name: of the function, for the plan.
       mesh: a further mesh that the program may be on, such as that of the context.
+      keep_results: pin the shardings of the results to what they were; False where the program
+        stands inside another one, which has its own use for them.
     """
     captured = capture(closed)
     meshes = find_meshes(captured, [*in_shardings, *out_shardings], mesh)
@@ -100,6 +103,10 @@ def plan_program(
         plan = _with_decisions(planned(found), done)
     if not plan.rewritten:
         return Planned(plan, closed)
+    first = [m for d in plan.rewritten if (m := meshes.get(d.site.axis_sizes)) is not None]
+    if keep_results and not done and first and isinstance(first[0], jax.sharding.Mesh):
+        pinned = pin_results(captured.closed, results, out_shardings, first[0])
+        captured = dataclasses.replace(captured, closed=pinned)
     refused: dict[int, str] = {}
     new = rewrite(captured, plan, meshes, refused)
     return Planned(_with_decisions(plan, _refused(plan, refused)), new)

@@ -74,7 +74,8 @@ def pin_results(closed: Any, specs: Sequence[Spec | None], given: Sequence[Any],
     eqns, outvars = list(jaxpr.eqns), []
     for var, spec, sharding in zip(jaxpr.outvars, specs, given, strict=True):
         literal = isinstance(var, _jax.Literal)
-        if literal or spec is None or sharding is not None or not var.aval.shape:
+        typed = not literal and _jax.typed_sharding(var.aval) is not None
+        if literal or typed or spec is None or sharding is not None or not var.aval.shape:
             outvars.append(var)
             continue
         wanted = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

@@ -47,7 +47,11 @@ def operand_shardings(
         return nothing, None
     mesh = _abstract_mesh(meshes[0])
     name = ir.StringAttr(block.owner.operation.attributes["sym_name"]).value
-    found = [_sharding(a, mesh, v.ndim) for a, v in zip(_results(copy, name), avals, strict=True)]
+    found = []
+    for attribute, operand, aval in zip(_results(copy, name), operands, avals, strict=True):
+        # A random key has one dimension more in MLIR than in its type.
+        rank = ir.RankedTensorType(operand.type).rank
+        found.append(_sharding(attribute, mesh, rank, aval.ndim))
     return found, mesh
 
 
@@ -97,6 +101,6 @@ def _results(module: Any, name: str) -> list[str | None]:
     raise AssertionError(f"function {name} vanished from its own module")
 
 
-def _sharding(attribute: str | None, mesh: Any, ndim: int) -> Any:
-    spec = read_spec(attribute, ndim)
+def _sharding(attribute: str | None, mesh: Any, rank: int, ndim: int) -> Any:
+    spec = read_spec(attribute, rank)[:ndim]
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

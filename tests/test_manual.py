@@ -176,3 +176,32 @@ def test_a_psum_and_a_hand_written_ring_are_left_with_a_reason():
     plan = o.plan(ints(0, 8, 8), ints(1, 8, 4))
     assert [d.reason for d in plan.decisions] == [Reason.ALL_REDUCE, Reason.INSIDE_SHARD_MAP]
     assert_equal_trees(o(ints(0, 8, 8), ints(1, 8, 4)), fn(ints(0, 8, 8), ints(1, 8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wider", "value"),
+    [
+        (jnp.int8, jnp.int32, 100),
+        (jnp.float16, jnp.float32, 40000),
+        (jnp.bfloat16, jnp.float32, 201),
+    ],
+)
+def test_a_cast_that_widens_before_the_sum_is_kept_before_the_sum(dtype, wider, value):
+    def body(x, w):
+        y = jnp.einsum("sd,df->sf", x, w).astype(wider)
+        return lax.psum_scatter(y, "m", scatter_dimension=0, tiled=True)
+
+    fn = mapped(body, (P(None, "m"), P("m")), P("m"))
+    x, w = jnp.full((4, 4), value, dtype), jnp.ones((4, 4), dtype)
+    o = always(fn)
+    assert [d.reason for d in o.plan(x, w).decisions] == [Reason.INSIDE_SHARD_MAP]
+    assert_equal_trees(o(x, w), fn(x, w))
+
+
+def test_a_cast_that_narrows_waits_for_the_sum():
+    def body(x, w):
+        y = jnp.einsum("sd,df->sf", x, w).astype(jnp.bfloat16)
+        return lax.psum_scatter(y, "m", scatter_dimension=0, tiled=True)
+
+    fn = mapped(body, (P(None, "m"), P("m")), P("m"))
+    compare(fn, ints(0, 8, 8), ints(1, 8, 4), rewritten=1, scatters=1)
