@@ -6,6 +6,7 @@ the MLIR passes and the C++ dispatch path through these names.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -312,6 +313,19 @@ def typed_sharding(aval: Any) -> Any:
     if mesh.empty or not mesh._any_axis_explicit:
         return None
     return aval.sharding.spec
+
+
+def traced_program(closed: ClosedJaxpr, args: Sequence[Any], out_shardings: tuple) -> Any:
+    """Return the ``jax.stages.Traced`` of a program as it stands: nothing is traced again."""
+
+    def stand_in(*_):
+        return tuple(jax.lax.empty(a.shape, a.dtype) for a in closed.out_avals)
+
+    jitted = jax.jit(stand_in, out_shardings=out_shardings, keep_unused=True)
+    traced = copy.copy(jitted.trace(*args))
+    traced._params = dict(traced._params, jaxpr=closed)
+    traced._lojax = None  # jax 0.10 and 0.12 keep here what they lowered to last
+    return traced
 
 
 # --- calling ---

@@ -106,6 +106,8 @@ def partition(
     with module.context:
         for pipeline in _PASSES:
             manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
+            # The verifier takes two thirds of the time, and jax made the module.
+            manager.enable_verifier(False)
             manager.run(module.operation)
     wanted = {dot.index for dot in captured.dots if dot.refusal is None}
     return _read_module(module, wanted), _result_specs(module)
@@ -117,11 +119,7 @@ def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Seque
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
         for aval, sharding in zip(closed.in_avals, in_shardings, strict=True)
     ]
-
-    def numbered(*flat):
-        return tuple(_jax.eval_jaxpr(closed.jaxpr, closed.consts, *flat))
-
-    traced = jax.jit(numbered, out_shardings=tuple(out_shardings), keep_unused=True).trace(*args)
+    traced = _jax.traced_program(closed, args, tuple(out_shardings))
     if _jax.names_devices(captured.closed, [*in_shardings, *out_shardings]):
         lowered = traced.lower()
     else:

@@ -79,9 +79,11 @@ def _has_rings(jaxpr: Any) -> bool:
 
 def _join_gathers(eqns: list[Any]) -> list[Any]:
     eqns = list(eqns)
+    # Once, not per group: what has joined is a list by then, and `_needed` refuses to pass it.
+    made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     for group in _gathers_by_source(eqns):
         while len(group) > 1:
-            group = _join_first(eqns, group)
+            group = _join_first(eqns, made, group)
     eqns = _flat(eqns)
     for group in _gathers_by_source(eqns):
         _join_late(eqns, group)
@@ -107,11 +109,10 @@ def _gather_key(eqn: Any, names: dict[Any, Any]) -> Any:
     return source, p["gathered_spec"], p["dim"], p["schedule"], p["mesh"]
 
 
-def _join_first(eqns: list[Any], group: list[int]) -> list[int]:
+def _join_first(eqns: list[Any], made: dict[Any, int], group: list[int]) -> list[int]:
     """Join to the first of ``group`` all that can; return those that could not."""
     first, rest = group[0], []
     members, moved = [first], []
-    made = {v: i for i, e in enumerate(eqns) if not isinstance(e, list) for v in e.outvars}
     for other in group[1:]:
         needed = _needed(eqns, made, eqns[other].invars[1:], first, set(members))
         if needed is None:
