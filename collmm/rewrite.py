@@ -22,6 +22,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.capture import Captured, site_of
+from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p, moved_spec
 from collmm.loops import Consumer
 from collmm.manual import Match
@@ -58,7 +59,21 @@ def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, s
     jaxpr = walker.walk(captured.closed.jaxpr)
     refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
-    return closed.replace(jaxpr=share_rings(closed.jaxpr))
+    closed = closed.replace(jaxpr=share_rings(closed.jaxpr))
+    _check_bound(closed.jaxpr)
+    return closed
+
+
+def _check_bound(jaxpr: Any) -> None:
+    """Raise ``AnalysisError`` if an equation reads what is not there yet: a rewrite went wrong."""
+    known = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, _jax.Literal) and atom not in known:
+                raise AnalysisError(f"after the rewrite {eqn.primitive} reads an unbound value")
+        for _, _, sub in _jax.jaxprs_in(eqn):
+            _check_bound(_jax.open_jaxpr(sub))
+        known.update(eqn.outvars)
 
 
 class _Rewriter:
