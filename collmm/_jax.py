@@ -142,8 +142,6 @@ def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed.replace(jaxpr=jaxpr)
 
 
-check_jaxpr = _core.check_jaxpr
-jaxpr_as_fun = _core.jaxpr_as_fun
 eval_jaxpr = _core.eval_jaxpr
 
 

@@ -10,11 +10,10 @@ plain einsums: the values are those of one, and only the overlap is gone.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from collmm import _jax, loops
 from collmm.loops import Consumer
-from collmm.primitives import finish, label_axes_of, pspec, summed_axes
+from collmm.primitives import finish, label_axes_of, need_mesh, pspec, summed_axes
 from collmm.sites import Spec
 
 
@@ -76,16 +75,8 @@ def _exchanged_shape(shape, split_dim, join_dim, schedule):
     return tuple(new)
 
 
-def _need_mesh(mesh: Any) -> None:
-    if mesh is None:
-        raise NotImplementedError(
-            "an exchange inside a shard_map was differentiated or batched after its program was "
-            "rewritten; transform the overlapped function instead, not its jaxpr"
-        )
-
-
 def _jvp(primals, tangents, *, partial, mesh, **params):
-    _need_mesh(mesh)
+    need_mesh(mesh)
     lhs, rhs = primals
     (out,) = exchange_einsum_p.bind(lhs, rhs, partial=partial, mesh=mesh, **params)
     dot = _jax.zero_like(out)
@@ -98,7 +89,7 @@ def _jvp(primals, tangents, *, partial, mesh, **params):
 
 def _batch(size, spmd, operands, dims, *, partial, mesh, **params):
     del size, spmd, params
-    _need_mesh(mesh)
+    need_mesh(mesh)
     einsum = partial.einsum.batched(*dims)
     return [dataclasses.replace(partial, einsum=einsum).dot(*operands)], [0]
 

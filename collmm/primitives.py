@@ -119,7 +119,8 @@ def einsum_reduce_scatter(
 # --- shardings ---
 
 
-def _need_mesh(mesh: Any) -> None:
+def need_mesh(mesh: Any) -> None:
+    """Raise where a ring inside a ``shard_map`` would have to be differentiated or batched."""
     if mesh is None:
         raise NotImplementedError(
             "a ring inside a shard_map was differentiated or batched after its program was "
@@ -227,7 +228,7 @@ def _ordered(consumer: Consumer, gathered: Any, local: Any) -> tuple[Any, Any]:
 
 
 def _gather_jvp(primals, tangents, *, uses, **params):
-    _need_mesh(params["mesh"])
+    need_mesh(params["mesh"])
     gathered, *locals_ = primals
     gathered_dot, *locals_dot = tangents
     outs = all_gather_einsum(gathered, locals_, uses, **params)
@@ -245,7 +246,7 @@ def _gather_jvp(primals, tangents, *, uses, **params):
 
 
 def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
-    _need_mesh(mesh)
+    need_mesh(mesh)
     ring = {"dim": dim, "schedule": schedule, "mesh": mesh}
     live = [i for i, ct in enumerate(cts) if type(ct) is not _jax.Zero]
     results: list[Any] = [None] * (1 + len(locals_))
@@ -320,7 +321,7 @@ def _same_sums(terms: Sequence[ScatterTerm]) -> list[list[int]]:
 
 
 def _gather_batch(size, spmd, operands, dims, *, uses, gathered_spec, dim, schedule, mesh):
-    _need_mesh(mesh)
+    need_mesh(mesh)
     operands, batched = _batch_to_front(operands, dims, size)
     new_uses = []
     for use, local_batched in zip(uses, batched[1:], strict=True):
@@ -389,7 +390,7 @@ def _scatter_abstract(*operands, terms, out_spec, dim, schedule, mesh):
 
 
 def _scatter_jvp(primals, tangents, *, terms, **params):
-    _need_mesh(params["mesh"])
+    need_mesh(params["mesh"])
     pairs = list(zip(primals[::2], primals[1::2], strict=True))
     out = einsum_reduce_scatter(pairs, terms, **params)
     new_pairs, new_terms = [], []
@@ -407,7 +408,7 @@ def _scatter_jvp(primals, tangents, *, terms, **params):
 
 
 def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
-    _need_mesh(mesh)
+    need_mesh(mesh)
     (ct,) = cts
     results: list[Any] = [None] * len(operands)
     if type(ct) is _jax.Zero:
@@ -448,7 +449,7 @@ def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
 
 
 def _scatter_batch(size, spmd, operands, dims, *, terms, out_spec, dim, schedule, mesh):
-    _need_mesh(mesh)
+    need_mesh(mesh)
     operands, batched = _batch_to_front(operands, dims, size)
     new_terms = []
     for i, term in enumerate(terms):
