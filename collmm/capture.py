@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from collmm import _jax
+from collmm.dependence import Dependence, dependences
 from collmm.errors import Reason
 from collmm.manual import Body, Match
 from collmm.sites import Location
@@ -63,6 +64,7 @@ class CapturedDot:
       manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
       typed: the result's sharding is part of its type (explicit mesh axes).
       sources: which value each operand is, before any resharding: equal numbers, equal values.
+      dependence: which einsums it waits for and which wait for it.
     """
 
     index: int
@@ -74,6 +76,7 @@ class CapturedDot:
     manual_axes: tuple[tuple[str, int], ...] = ()
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
+    dependence: Dependence | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,8 @@ def capture(closed: Any) -> Captured:
     jaxpr = walker.rebuild(closed.jaxpr, (), None)
     _match_manual(jaxpr, walker.dots, ())
     _number_sources(jaxpr, walker.dots, itertools.count())
+    for number, found in dependences(jaxpr, site_of).items():
+        walker.dots[number] = dataclasses.replace(walker.dots[number], dependence=found)
     return Captured(closed.replace(jaxpr=jaxpr), tuple(walker.dots))
 
 

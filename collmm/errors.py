@@ -55,6 +55,10 @@ class Reason(enum.Enum):
     )
     PERMUTE = ("collective-permute", "the collective next to the einsum is a permute")
     NOT_WORTH = ("not-worth", "the cost model expects no gain")
+    ALREADY_HIDDEN = (
+        "already-hidden",
+        "the compiler can run the collective behind independent einsums as it is",
+    )
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
     NO_OVERLAP = ("no-overlap", "the einsum was traced under collmm.no_overlap()")
     INSIDE_SHARD_MAP = (

@@ -75,7 +75,17 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         scope=dot.scope,
         typed=dot.typed,
         sources=dot.sources,
+        precision=_precision(dot.eqn.params["precision"]),
+        body=dot.dependence.body if dot.dependence else 0,
+        ready=dot.dependence.ready if dot.dependence else None,
+        needed=dot.dependence.needed if dot.dependence else None,
     )
+
+
+def _precision(given: Any) -> str:
+    """Return ``"highest"`` where the user asks for it of both operands, else ``"default"``."""
+    both = given if isinstance(given, tuple) else (given, given)
+    return "highest" if all(str(p).rpartition(".")[2] == "HIGHEST" for p in both) else "default"
 
 
 def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:

@@ -6,15 +6,21 @@ Pure: planning works on shapes and names, without devices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from collmm import report
+from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
+from collmm.cost.einsum import product_of, time_of
+from collmm.cost.estimate import Estimate, Shared, assumed_ring, plain_s
 from collmm.cost.figures import Chip
-from collmm.cost.rule import Estimate, estimate
+from collmm.cost.hiding import Hidden, hidden_seconds
 from collmm.errors import Reason
 from collmm.options import Options
-from collmm.schedule import Schedule, default_schedule
-from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
+from collmm.schedule import Schedule
+from collmm.sites import ALL_GATHER, Collective, EinsumSite
+
+MIN_GAIN = 0.02
+"""A loop is made only if it saves more than this share of what the site takes now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +32,10 @@ class Decision:
       collective: the collective that is looped, or would have been; None when there is none.
       schedule: how; None when the site is left alone.
       reason: why it is left alone; None when it is rewritten.
-      estimate: the predicted times behind the decision, where a loop exists.
+      estimate: the predicted times of the fastest candidate, where a loop exists.
       detail: more about the reason, in words.
+      candidates: every way to loop the site that was weighed, the fastest first.
+      group: the numbers of the sites that share the ring, its own too; empty when alone.
     """
 
     site: EinsumSite
@@ -36,6 +44,8 @@ class Decision:
     reason: Reason | None = None
     estimate: Estimate | None = None
     detail: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    group: tuple[int, ...] = ()
 
     @property
     def rewritten(self) -> bool:
@@ -53,6 +63,7 @@ class Plan:
       chip: the hardware row they were made for.
       note: one line about the hardware row, or empty.
       program: name of the function.
+      min_gain: the share of its time that a loop had to save.
     """
 
     decisions: tuple[Decision, ...]
@@ -60,6 +71,7 @@ class Plan:
     chip: str
     note: str = ""
     program: str = ""
+    min_gain: float = MIN_GAIN
 
     @property
     def rewritten(self) -> tuple[Decision, ...]:
@@ -74,11 +86,21 @@ class Plan:
         return report.plan_json(self)
 
 
-_Choice = tuple[Collective, Schedule, Estimate]
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """The candidates of one site, the fastest first, and who shares its ring."""
+
+    candidates: tuple[Candidate, ...]
+    group: tuple[int, ...] = ()
+
+    @property
+    def saving(self) -> float:
+        estimate = self.candidates[0].estimate
+        return estimate.before_s - estimate.after_s
 
 
-# The order in which a ring over some axes of a site's mesh should visit its members; None: as is.
-RingOrder = Callable[[EinsumSite, tuple[str, ...]], tuple[int, ...] | None]
+def _unknown_place(site: EinsumSite, axes: tuple[str, ...]) -> RingPlace:
+    return RingPlace()
 
 
 def make_plan(
@@ -88,81 +110,120 @@ def make_plan(
     *,
     note: str = "",
     program: str = "",
-    ring_order: RingOrder = lambda site, axes: None,
+    places: Places = _unknown_place,
+    min_gain: float = MIN_GAIN,
 ) -> Plan:
-    """Decide every site on ``chip`` under ``options``."""
+    """Decide every site on ``chip`` under ``options``.
+
+    Args:
+      sites: of one program, in program order.
+      options: the policy.
+      chip: the hardware row, per device.
+      note: about the row, for the plan.
+      program: name of the function, for the plan.
+      places: where the ring over some axes of a site's mesh lies.
+      min_gain: the share of its time, from 0 to 1, that a loop has to save under ``"auto"``.
+    """
+    hidden = _hidden(sites, chip, places)
+    able = {site.index: site for site in sites if site.refusal is None}
     choices = {
-        site.index: _choose(site, chip, ring_order) for site in sites if site.refusal is None
+        i: _Choice(candidates(site, chip, places, hidden=hidden)) for i, site in able.items()
     }
-    choices.update(_shared(sites, choices))
-    decisions = tuple(_decide(site, choices.get(site.index), options) for site in sites)
-    return Plan(decisions, options.policy, chip.name, note, program)
+    for group in _groups(list(able.values())):
+        alone = [m for m in group if not choices[m.site.index].group]
+        if len(alone) > 1:
+            choices.update(_shared(alone, choices, chip, places, hidden))
+    decisions = tuple(
+        _decide(site, choices.get(site.index), options.policy, min_gain) for site in sites
+    )
+    return Plan(decisions, options.policy, chip.name, note, program, min_gain)
 
 
-def _decide(site: EinsumSite, choice: _Choice | None, options: Options) -> Decision:
+def _decide(site: EinsumSite, choice: _Choice | None, policy: str, min_gain: float) -> Decision:
     if choice is None:
         return Decision(site, reason=site.refusal, detail=site.detail)
-    collective, schedule, figures = choice
-    if options.policy == "never":
-        return Decision(site, collective, reason=Reason.POLICY_NEVER, estimate=figures)
-    if options.policy == "auto" and not figures.pays:
-        before, after, einsum, moved = map(
-            report.seconds,
-            (figures.before_s, figures.after_s, figures.einsum_s, figures.collective_s),
-        )
-        detail = (
-            f"predicted {after} as a loop, {before} as it is "
-            f"(einsum {einsum}, {collective.kind} {moved})"
-        )
-        return Decision(site, collective, None, Reason.NOT_WORTH, figures, detail)
-    return Decision(site, collective, schedule, estimate=figures)
+    best = choice.candidates[0]
+    left = Decision(
+        site,
+        best.collective,
+        estimate=best.estimate,
+        candidates=choice.candidates,
+        group=choice.group,
+    )
+    if policy == "never":
+        return dataclasses.replace(left, reason=Reason.POLICY_NEVER)
+    if policy == "auto" and not best.estimate.pays(min_gain):
+        reason, detail = _why_not(best, min_gain)
+        return dataclasses.replace(left, reason=reason, detail=detail)
+    return dataclasses.replace(left, schedule=best.schedule)
 
 
-def _choose(site: EinsumSite, chip: Chip, ring_order: RingOrder) -> _Choice:
-    """Pick which collective of the site to loop.
+def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:
+    e, kind = best.estimate, best.collective.kind
+    before, after, einsum, moved, hidden = map(
+        report.seconds, (e.before_s, e.after_s, e.einsum_s, e.collective_s, e.hidden_s)
+    )
+    exposed = dataclasses.replace(e, hidden_s=0.0)
+    if e.hidden_s and exposed.pays(min_gain):
+        return Reason.ALREADY_HIDDEN, f"{hidden} of {moved} of {kind} run behind earlier einsums"
+    return Reason.NOT_WORTH, (
+        f"predicted {after} as a loop, {before} as it is (einsum {einsum}, {kind} {moved})"
+    )
 
-    The published choice between two: if the einsum takes less than either, the one with fewer
-    bytes per step; otherwise the one that takes longer.
+
+# --- einsums of one gathered value ---
+
+
+def _groups(sites: Sequence[EinsumSite]) -> list[list[Shared]]:
+    """Return the einsums that gather one value in one way: they can share a ring.
+
+    Those with the most bytes in all come first.
     """
-    options = []
-    for collective in site.loopable:
-        schedule = _schedule(collective, site.ring_size(collective), chip)
-        schedule = dataclasses.replace(schedule, order=ring_order(site, collective.axes))
-        options.append((collective, schedule, estimate(site, collective, schedule, chip)))
-    if all(e.einsum_s < e.collective_s for _, _, e in options):
-        return min(options, key=lambda o: o[0].bytes / o[1].ring_size)
-    return max(options, key=lambda o: o[2].collective_s)
-
-
-def _schedule(collective: Collective, ring_size: int, chip: Chip) -> Schedule:
-    if collective.kind == ALL_TO_ALL:
-        return Schedule(collective.axes, ring_size, two_way=False, unroll=True)
-    if chip.kind == "gpu":
-        # The compiler merges the dots of an unrolled ring, and the two ways of a ring would share
-        # one GPU's egress; either loses the overlap.
-        return Schedule(collective.axes, ring_size, two_way=False, unroll=False)
-    return default_schedule(collective.axes, ring_size)
-
-
-def _shared(sites: Sequence[EinsumSite], choices: dict[int, _Choice]) -> dict[int, _Choice]:
-    """Return the choices of einsums that gather one value, weighed together.
-
-    They share one ring, so the gather is paid once and every one of them hides it.
-    """
-    groups: dict[object, list[int]] = {}
+    groups: dict[object, list[Shared]] = {}
     for site in sites:
-        if site.index not in choices:
-            continue
-        collective, _, _ = choices[site.index]
-        if collective.kind == ALL_GATHER and collective.operand is not None:
-            source = site.sources[collective.operand]
-            key = source, collective.dim, collective.axes, collective.bytes
-            groups.setdefault(key, []).append(site.index)
-    weighed = {}
-    for members in groups.values():
-        einsum_s = sum(choices[i][2].einsum_s for i in members)
-        for i in members:
-            collective, schedule, figures = choices[i]
-            figures = dataclasses.replace(figures, einsum_s=einsum_s, einsums=len(members))
-            weighed[i] = collective, schedule, figures
-    return weighed
+        for c in site.loopable:
+            if c.kind == ALL_GATHER and c.operand is not None and site.sources[c.operand] >= 0:
+                key = site.sources[c.operand], c.dim, c.axes, c.bytes
+                groups.setdefault(key, []).append(Shared(site, c))
+    return sorted(groups.values(), key=lambda group: -len(group) * group[0].collective.bytes)
+
+
+def _shared(
+    group: Sequence[Shared],
+    choices: dict[int, _Choice],
+    chip: Chip,
+    places: Places,
+    hidden: Hidden,
+) -> dict[int, _Choice]:
+    """Return the choices of a group, weighed together: its gather is paid once, and all hide it.
+
+    It stays apart where its members save more by looping collectives of their own.
+    """
+    first, *rest = group
+    found = candidates(first.site, chip, places, only=first.collective, sharing=rest, hidden=hidden)
+    numbers = tuple(m.site.index for m in group)
+    together = _Choice(found, numbers)
+    own = {id(m): choices[m.site.index] for m in group}
+    apart = sum(
+        max(0.0, own[id(m)].saving)
+        for m in group
+        if own[id(m)].candidates[0].collective != m.collective
+    )
+    if apart > max(0.0, together.saving):
+        return {}
+    mine = {m.site.index: m.collective for m in group}
+    return {
+        i: _Choice(tuple(dataclasses.replace(c, collective=mine[i]) for c in found), numbers)
+        for i in numbers
+    }
+
+
+def _hidden(sites: Sequence[EinsumSite], chip: Chip, places: Places) -> Hidden:
+    """Return what other einsums hide of each collective already."""
+    einsum_s = {s.index: time_of(product_of(s), chip).seconds for s in sites if s.axis_sizes}
+    collective_s = {}
+    for site in sites:
+        for c in site.loopable:
+            ring = places(site, c.axes).ring or assumed_ring(chip, site.ring_size(c))
+            collective_s[site.index, c] = plain_s(c, ring)
+    return hidden_seconds(sites, einsum_s, collective_s, chip)

@@ -139,8 +139,8 @@ def _beside(module: Module, f: Finding, durations: Durations) -> tuple[Einsum, .
 def _saving(f: Finding, einsums: tuple[Einsum, ...], links: Links) -> float | None:
     """What a ring would hide of an exposed collective.
 
-    By the published rule (``cost.rule``) a loop takes max(einsum, ring) and two steps of the ring
-    that nothing hides.
+    By the published rule (Wang et al., ASPLOS 2023) a loop takes max(einsum, ring) and two steps
+    of the ring that nothing hides.
     """
     known = [e.seconds for e in einsums if e.seconds is not None]
     if f.transfer is None or f.exposed is None or len(known) < len(einsums) or f.executed is None:

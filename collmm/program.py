@@ -23,7 +23,7 @@ from collmm.plan import Decision, Plan, make_plan
 from collmm.rewrite import rewrite
 from collmm.scatter_sums import next_sums, pin_results, scatter_sums
 from collmm.sites import EinsumSite
-from collmm.topology import RingOrders
+from collmm.topology import RingPlaces
 
 DEFAULT_CHIP = "v5e"
 # What the devices call themselves, as jax reports it in device_kind.
@@ -82,9 +82,9 @@ def plan_program(
 
     def planned(found: dict[int, DotSharding]) -> Plan:
         sites = [_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in captured.dots]
-        return make_plan(sites, options, row, note=note, program=name, ring_order=orders.ring_order)
+        return make_plan(sites, options, row, note=note, program=name, places=places)
 
-    orders = RingOrders(meshes, row)
+    places = RingPlaces(meshes, row).place
     if not any(m.size > 1 for m in meshes.values()):
         sites = [_alone(make_site(d, None)) for d in captured.dots]
         return Planned(make_plan(sites, options, row, note=note, program=name), closed)

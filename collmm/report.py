@@ -173,18 +173,14 @@ def _decision_json(d: Decision) -> dict[str, Any]:
         "reason": d.reason.code if d.reason is not None else None,
         "meaning": d.reason.meaning if d.reason is not None else None,
         "detail": d.detail,
-        "predicted": None
-        if e is None
-        else {
-            "einsum_s": e.einsum_s,
-            "collective_s": e.collective_s,
-            "ring_s": e.ring_s,
-            "slowdown": e.slowdown,
-            "extra_s": e.extra_s,
-            "rest_s": e.rest_s,
-            "before_s": e.before_s,
-            "after_s": e.after_s,
-            "einsums": e.einsums,
-            "note": e.note,
-        },
+        "predicted": None if e is None else e.to_json(),
+        "group": list(d.group),
+        "candidates": [
+            {
+                "looped": c.collective.describe(),
+                "schedule": c.schedule.describe(),
+                "predicted": c.estimate.to_json(),
+            }
+            for c in d.candidates
+        ],
     }

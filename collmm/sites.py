@@ -86,6 +86,12 @@ class EinsumSite:
       typed: the result's sharding is part of its type (explicit mesh axes).
       sources: which value lhs and rhs are, before any resharding: einsums with the same number
         read the same value.
+      precision: of the user's ``dot_general``: ``"default"``, or ``"highest"``.
+      body: number of the computation it stands in: the program, or one loop body or branch.
+      ready: for lhs and rhs, the number of the last einsum of the same body that it depends on; -1
+        where it depends on none, as a parameter does. None where that is not known.
+      needed: the number of the first einsum of the same body that depends on the result; -1 where
+        none does. None where that is not known.
     """
 
     index: int
@@ -105,6 +111,10 @@ class EinsumSite:
     manual: bool = False
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
+    precision: str = "default"
+    body: int = 0
+    ready: tuple[int, int] | None = None
+    needed: int | None = None
 
     @property
     def loopable(self) -> tuple[Collective, ...]:

@@ -23,7 +23,7 @@ LAYERS = (
     ("targets", "targets.*"),
     ("topology",),
     ("_jax",),
-    ("loops", "loops.*", "manual"),
+    ("loops", "loops.*", "manual", "dependence"),
     ("capture", "primitives"),
     ("partition", "gate", "surroundings"),
     ("share", "exchange", "rewrite", "rewrite_manual", "scatter_sums"),

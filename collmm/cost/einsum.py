@@ -1,0 +1,142 @@
+"""Seconds an einsum takes on one device: a roofline over padded tiles.
+
+An einsum is a batch of matrix products ``[rows, depth] @ [depth, columns]``. Its time is the longer
+of two: the floating-point operations of the tiles it fills, over the matrix peak; and the bytes it
+reads and writes, over the bandwidth of the device memory. What the shape loses besides is a
+factor per chip (``Chip.efficiency``).
+
+>>> from collmm.cost.hardware import chip
+>>> whole = Product(1, 4096, 8192, 4096)
+>>> round(1e6 * time_of(whole, chip("v5e")).seconds)
+1395
+>>> thin = Product(1, 100, 8192, 4096)  # 128 rows are multiplied, and the weight is read whole
+>>> time_of(thin, chip("v5e")).padding
+1.28
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from collmm.cost.figures import Basis, Chip
+from collmm.sites import EinsumSite
+
+_NONE: Mapping[int, int] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A batch of matrix products on one device, ``[rows, depth] @ [depth, columns]`` each.
+
+    Attributes:
+      batch, rows, depth, columns: sizes.
+      itemsizes: bytes per element of lhs, rhs and result.
+      dtype: element type of the operands, a numpy-style name.
+      precision: ``"default"`` or ``"highest"``; matters for float32 only.
+      multiplies: real products for one of the elements: 4 for complex numbers.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    itemsizes: tuple[int, int, int] = (2, 2, 2)
+    dtype: str = "bfloat16"
+    precision: str = "default"
+    multiplies: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add counting two."""
+        return 2 * self.multiplies * self.batch * self.rows * self.depth * self.columns
+
+    @property
+    def lhs_bytes(self) -> int:
+        """Bytes of the left operand."""
+        return self.batch * self.rows * self.depth * self.itemsizes[0]
+
+    @property
+    def rhs_bytes(self) -> int:
+        """Bytes of the right operand."""
+        return self.batch * self.depth * self.columns * self.itemsizes[1]
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of the result."""
+        return self.batch * self.rows * self.columns * self.itemsizes[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumTime:
+    """Predicted seconds of one einsum on one device, and what they are made of.
+
+    Attributes:
+      seconds: the longer of the next two.
+      compute_s: of the matrix unit, padding and efficiency included.
+      memory_s: of reading both operands and writing the result once.
+      bytes: of that.
+      padding: operations of the tiles filled, over those asked for; 1 or more.
+      note: what had to be assumed, or empty.
+    """
+
+    seconds: float
+    compute_s: float
+    memory_s: float
+    bytes: int
+    padding: float
+    note: str = ""
+
+
+def product_of(site: EinsumSite, parts: Mapping[int, int] = _NONE, precision: str = "") -> Product:
+    """The einsum of ``site`` as one device computes it, whole after every gather.
+
+    ``parts``: into how many parts a label is cut, for a partial einsum.
+    """
+    sizes = dict(site.axis_sizes)
+    local: dict[int, int] = {}
+    operands = ((site.einsum.lhs, site.lhs_spec, 0), (site.einsum.rhs, site.rhs_spec, 1))
+    for labels, spec, which in operands:
+        for label, axes, size in zip(labels, spec, site.shapes[which], strict=True):
+            shards = math.prod(sizes[a] for a in axes)
+            local[label] = -(-size // (shards * parts.get(label, 1)))
+
+    def size_of(labels: tuple[int, ...]) -> int:
+        return math.prod(local[label] for label in labels)
+
+    einsum = site.einsum
+    return Product(
+        batch=size_of(einsum.batch),
+        rows=size_of(einsum.lhs_free),
+        depth=size_of(einsum.contracting),
+        columns=size_of(einsum.rhs_free),
+        itemsizes=site.itemsizes,
+        dtype=site.dtypes[0],
+        precision=precision or site.precision,
+        multiplies=4 if site.dtypes[2].startswith("complex") else 1,
+    )
+
+
+def time_of(product: Product, chip: Chip, basis: Basis = "achievable") -> EinsumTime:
+    """The time of ``product`` on one device of ``chip``."""
+    rate = chip.peak(product.dtype, product.precision)
+    note = ""
+    if rate is None:
+        rate = chip.bf16
+        note = f"no peak known for {product.dtype} on {chip.name}; bf16 taken"
+    padding = _padding(product, chip)
+    compute_s = padding * product.flops / rate.value(basis)
+    moved = product.lhs_bytes + product.rhs_bytes + product.out_bytes
+    memory_s = moved / chip.hbm_bytes_per_s(basis)
+    return EinsumTime(max(compute_s, memory_s), compute_s, memory_s, moved, padding, note)
+
+
+def _padding(product: Product, chip: Chip) -> float:
+    """How many times more is multiplied because tiles are filled up."""
+    tile = chip.matrix_tile or 1
+    factor = 1.0
+    for size in (product.columns, product.depth):
+        if size:
+            factor *= -(-size // tile) * tile / size
+    return factor
