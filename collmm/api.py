@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from collmm import _jax, deferred, dump
 from collmm.capture import OVERLAP_KEY
-from collmm.errors import AnalysisWarning, OptionError
+from collmm.errors import AnalysisWarning, OptionError, PlanFileError, PlanMismatch
 from collmm.options import Options
 from collmm.plan import Plan
 from collmm.program import plan_program
@@ -160,6 +160,8 @@ class OverlappedFunction:
                 name=call.name,
                 mesh=mesh,
             )
+        except (PlanFileError, PlanMismatch):
+            raise
         except Exception as e:
             # The promise of the decorator: whatever the analysis meets, the user's step runs.
             if self.options.strict:
@@ -170,6 +172,7 @@ class OverlappedFunction:
                 stacklevel=4,
             )
             return original
+        planned.warn(4)
         if not planned.plan.rewritten:
             return dataclasses.replace(original, plan=planned.plan)
         jitted = jit_like(traced, call, planned.closed)

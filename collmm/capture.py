@@ -156,6 +156,8 @@ class _Walker:
     def __init__(self) -> None:
         self.dots: list[CapturedDot] = []
         self._has_dots: dict[int, bool] = {}
+        # Name stacks of the enclosing equations: those of a body start anew.
+        self._stacks: list[str] = []
 
     def rebuild(self, jaxpr: Any, scope: tuple[str, ...], refusal: Reason | None) -> Any:
         """Return ``jaxpr`` inlined and numbered; its own variables stay."""
@@ -202,7 +204,9 @@ class _Walker:
                 inner_refusal = Reason.INSIDE_SHARD_MAP
             elif name not in _ENTERED:
                 inner_refusal = Reason.UNREACHED
+            self._stacks.append(str(eqn.source_info.name_stack))
             new[key, index] = self.rebuild(inner, (*scope, name), inner_refusal)
+            self._stacks.pop()
         # Kernels and other opaque bodies keep the very jaxpr they came with.
         entered = name in _ENTERED or name == "shard_map"
         return _jax.with_jaxprs(eqn, new) if new and entered else eqn
@@ -215,7 +219,8 @@ class _Walker:
         elif any(_jax.is_unreduced(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             refusal = Reason.UNREDUCED
         file, line, function = _jax.user_frame(eqn)
-        location = Location(file, line, function, str(eqn.source_info.name_stack))
+        stacks = (*self._stacks, str(eqn.source_info.name_stack))
+        location = Location(file, line, function, "/".join(filter(None, stacks)))
         typed = _jax.typed_sharding(eqn.outvars[0].aval) is not None
         self.dots.append(CapturedDot(index, eqn, location, scope, refusal, typed=typed))
         return _jax.with_metadata(eqn, **{SITE_KEY: str(index)})

@@ -14,7 +14,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.dump import dump_deferred
-from collmm.errors import AnalysisWarning
+from collmm.errors import AnalysisWarning, PlanFileError, PlanMismatch
 from collmm.options import Options
 from collmm.program import plan_program
 from collmm.surroundings import operand_shardings
@@ -47,6 +47,8 @@ def _plan(closed: Any, shardings: Sequence[Any], name: str, options: Options, me
         planned = plan_program(
             closed, shardings, nothing, options, name=name, mesh=mesh, keep_results=False
         )
+    except (PlanFileError, PlanMismatch):
+        raise
     except Exception as e:
         # As for a call of its own: whatever the analysis meets, the user's program runs.
         if options.strict:
@@ -55,6 +57,7 @@ def _plan(closed: Any, shardings: Sequence[Any], name: str, options: Options, me
             f"collmm left {name} as it is: {type(e).__name__}: {e}", AnalysisWarning, stacklevel=2
         )
         return closed
+    planned.warn(2)
     dump_deferred(planned.plan, closed, planned.closed)
     return planned.closed
 

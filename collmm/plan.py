@@ -6,9 +6,10 @@ Pure: planning works on shapes and names, without devices.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
-from collmm import report
+from collmm import plan_file, report
 from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
 from collmm.cost.einsum import product_of, time_of
 from collmm.cost.estimate import Estimate, Shared, assumed_ring, plain_s
@@ -64,6 +65,7 @@ class Plan:
       note: one line about the hardware row, or empty.
       program: name of the function.
       min_gain: the share of its time that a loop had to save.
+      jax: the version of jax it was made with, or empty.
     """
 
     decisions: tuple[Decision, ...]
@@ -72,6 +74,7 @@ class Plan:
     note: str = ""
     program: str = ""
     min_gain: float = MIN_GAIN
+    jax: str = ""
 
     @property
     def rewritten(self) -> tuple[Decision, ...]:
@@ -84,6 +87,13 @@ class Plan:
     def to_json(self) -> dict:
         """Return the plan as plain dicts, lists, numbers and strings."""
         return report.plan_json(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a file that ``Options(plan=...)`` reads.
+
+        Raises OptionError when it cannot be written.
+        """
+        plan_file.save(self, path)
 
 
 @dataclasses.dataclass(frozen=True)

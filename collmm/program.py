@@ -6,23 +6,28 @@ This is the one place where the stages meet: capture, partition, gate, plan, rew
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from collmm import _jax
+from collmm import _jax, constraints, plan_file
 from collmm.capture import Captured, capture
+from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
-from collmm.cost.hardware import CHIPS, chip
-from collmm.errors import Reason
+from collmm.cost.hardware import CHIPS, chip, profile_rows
+from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
 from collmm.options import Options
 from collmm.partition import DotSharding, partition
+from collmm.pinning import pin_plan
 from collmm.plan import Decision, Plan, make_plan
+from collmm.plan_file import PlanFile
 from collmm.rewrite import rewrite
 from collmm.scatter_sums import next_sums, pin_results, scatter_sums
-from collmm.sites import EinsumSite
+from collmm.schedule import Schedule
+from collmm.sites import Collective, EinsumSite
 from collmm.topology import RingPlaces
 
 DEFAULT_CHIP = "v5e"
@@ -48,10 +53,17 @@ class Planned:
     Attributes:
       plan: every decision.
       closed: the closed jaxpr with the plan carried out; the original when nothing is rewritten.
+      notices: what the user should be warned of.
     """
 
     plan: Plan
     closed: Any
+    notices: tuple[Warning, ...] = ()
+
+    def warn(self, stacklevel: int) -> None:
+        """Give the notices as warnings of the caller's caller at ``stacklevel``."""
+        for notice in self.notices:
+            warnings.warn(notice, stacklevel=stacklevel + 1)
 
 
 def plan_program(
@@ -63,6 +75,7 @@ def plan_program(
     name: str = "",
     mesh: Any = None,
     keep_results: bool = True,
+    pinned: PlanFile | None = None,
 ) -> Planned:
     """Plan and rewrite one closed jaxpr.
 
@@ -70,24 +83,77 @@ def plan_program(
       closed: the traced program.
       in_shardings: a sharding or None (not specified) per flat argument.
       out_shardings: the same per flat result.
-      options: policy and hardware.
+      options: policy, hardware, constraints and the plan file to follow.
       name: of the function, for the plan.
       mesh: a further mesh that the program may be on, such as that of the context.
       keep_results: pin the shardings of the results to what they were; False where the program
         stands inside another one, which has its own use for them.
+      pinned: what to follow instead of the plan file of ``options``.
+
+    Raises:
+      PlanFileError: the plan file cannot be read.
+      PlanMismatch: it does not fit, and ``options`` say to stop.
     """
+    if pinned is None and options.plan is not None:
+        pinned = plan_file.read(options.plan)
+
+    def planned(pins: PlanFile | None) -> Planned:
+        return _plan_program(
+            closed, in_shardings, out_shardings, options, name, mesh, keep_results, pins
+        )
+
+    if pinned is None:
+        return _with_unmatched(planned(None), options)
+    made = planned(pinned)
+    found = plan_file.differences(pinned, made.plan)
+    if not found:
+        return made
+    if options.on_mismatch == "stop":
+        advice = 'make it anew, or set Options(on_mismatch="replan")'
+        raise PlanMismatch(plan_file.message(pinned, found, advice), found)
+    notice = PlanMismatchWarning(plan_file.message(pinned, found, "planned anew"))
+    made = _with_unmatched(planned(None), options)
+    return dataclasses.replace(made, notices=(notice, *made.notices))
+
+
+def _with_unmatched(made: Planned, options: Options) -> Planned:
+    """Add a notice for every override that names no einsum of the program."""
+    sites = [d.site for d in made.plan.decisions]
+    name = f" of {made.plan.program}" if made.plan.program else ""
+    lines = constraints.unmatched(constraints.read_overrides(options.overrides), sites, name)
+    return dataclasses.replace(made, notices=tuple(map(OverrideWarning, lines)))
+
+
+def _plan_program(
+    closed: Any,
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+    options: Options,
+    name: str,
+    mesh: Any,
+    keep_results: bool,
+    pinned: PlanFile | None,
+) -> Planned:
     captured = capture(closed)
     meshes = find_meshes(captured, [*in_shardings, *out_shardings], mesh)
     row, note = hardware(options, meshes.values())
 
-    def planned(found: dict[int, DotSharding]) -> Plan:
-        sites = [_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in captured.dots]
-        return make_plan(sites, options, row, note=note, program=name, places=places)
+    def made(sites: Sequence[EinsumSite]) -> Plan:
+        plan = make_plan(sites, options, row, note=note, program=name, places=places)
+        plan = dataclasses.replace(plan, jax=jax.__version__)
+        return plan if pinned is None else pin_plan(plan, pinned, price)
 
+    def planned(found: dict[int, DotSharding]) -> Plan:
+        return made([_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in dots])
+
+    def price(site: EinsumSite, collective: Collective, schedule: Schedule) -> Estimate:
+        ring = places(site, collective.axes).ring
+        return estimate(site, collective, schedule, row, ring)
+
+    dots = captured.dots
     places = RingPlaces(meshes, row).place
     if not any(m.size > 1 for m in meshes.values()):
-        sites = [_alone(make_site(d, None)) for d in captured.dots]
-        return Planned(make_plan(sites, options, row, note=note, program=name), closed)
+        return Planned(made([_alone(make_site(d, None)) for d in dots]), closed)
     found, results = partition(captured, in_shardings, out_shardings)
     plan = planned(found)
     free = captured
@@ -96,8 +162,8 @@ def plan_program(
         done.update((i, plan.decisions[i]) for i in sums)
         free = dataclasses.replace(free, closed=scatter_sums(free, plan, sums, meshes))
         mesh = meshes[plan.decisions[min(sums)].site.axis_sizes]
-        pinned = pin_results(free.closed, results, out_shardings, mesh)
-        captured = dataclasses.replace(free, closed=pinned)
+        pinned_results = pin_results(free.closed, results, out_shardings, mesh)
+        captured = dataclasses.replace(free, closed=pinned_results)
         # What follows a scattered sum lies on shards now: ask again where the gathers are.
         found, _ = partition(captured, in_shardings, out_shardings)
         plan = _with_decisions(planned(found), done)
@@ -105,8 +171,8 @@ def plan_program(
         return Planned(plan, closed)
     first = [m for d in plan.rewritten if (m := meshes.get(d.site.axis_sizes)) is not None]
     if keep_results and not done and first and isinstance(first[0], jax.sharding.Mesh):
-        pinned = pin_results(captured.closed, results, out_shardings, first[0])
-        captured = dataclasses.replace(captured, closed=pinned)
+        pinned_results = pin_results(captured.closed, results, out_shardings, first[0])
+        captured = dataclasses.replace(captured, closed=pinned_results)
     refused: dict[int, str] = {}
     new = rewrite(captured, plan, meshes, refused)
     return Planned(_with_decisions(plan, _refused(plan, refused)), new)
@@ -144,25 +210,34 @@ def find_meshes(
 
 def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
     """Return the hardware row to plan for, and a line that says so when it was assumed."""
+    table = options.table()
     if options.chip is not None:
-        return chip(options.chip).per_device(), ""
+        return chip(options.chip, table).per_device(), ""
+    name, note = _detected(meshes)
+    measured = profile_rows(options.profile) if options.profile is not None else ()
+    if len(measured) == 1 and name not in measured:
+        name = measured[0]
+        note = f"planned for {name}, the one row of {options.profile}"
+    return chip(name, table).per_device(), note
+
+
+def _detected(meshes: Any) -> tuple[str, str]:
+    """The name of the row of the devices, and a line that says so when it was assumed."""
     for mesh in meshes:
         if not isinstance(mesh, jax.sharding.Mesh):
             continue
         device = mesh.devices.flat[0]
         kind = device.device_kind
         if kind in _DEVICE_KINDS:
-            return chip(_DEVICE_KINDS[kind]).per_device(), ""
+            return _DEVICE_KINDS[kind], ""
         for gpu in _GPU_NAMES:
             if gpu in kind.lower() and gpu in CHIPS:
-                return chip(gpu), ""
+                return gpu, ""
         if device.platform != "cpu":
-            return chip(DEFAULT_CHIP), (
+            return DEFAULT_CHIP, (
                 f"no hardware row for {kind!r}; planned for {DEFAULT_CHIP}, set Options(chip=...)"
             )
-    return chip(DEFAULT_CHIP), (
-        f"CPU devices have no links to plan for; planned for {DEFAULT_CHIP}"
-    )
+    return DEFAULT_CHIP, f"CPU devices have no links to plan for; planned for {DEFAULT_CHIP}"
 
 
 def _on_known_mesh(site: EinsumSite, meshes: dict[tuple[tuple[str, int], ...], Any]) -> EinsumSite:

@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from collmm import plan_file
+
 if TYPE_CHECKING:
+    from collmm.cost.estimate import Estimate
     from collmm.hlo.collectives import CollectiveCount
     from collmm.plan import Decision, Plan
 
@@ -66,11 +69,11 @@ def plan_table(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain dicts, lists, numbers and strings."""
+    """Return the plan as plain dicts, lists, numbers and strings; ``plan_file`` reads it again."""
     return {
-        "program": plan.program,
+        "format": plan_file.FORMAT,
+        **plan_file.header(plan),
         "policy": plan.policy,
-        "chip": plan.chip,
         "note": plan.note,
         "rewritten": len(plan.rewritten),
         "sites": [_decision_json(d) for d in plan.decisions],
@@ -146,41 +149,26 @@ def _decision_json(d: Decision) -> dict[str, Any]:
     site, e = d.site, d.estimate
     return {
         "site": site.index,
-        "file": site.location.file,
+        "file": plan_file.shown_path(site.location.file),
         "line": site.location.line,
         "function": site.location.function,
-        "name_stack": site.location.name_stack,
-        "scope": list(site.scope),
-        "einsum": site.einsum.equation(),
-        "shapes": [list(s) for s in site.shapes],
-        "dtypes": list(site.dtypes),
-        "lhs_spec": [list(a) for a in site.lhs_spec],
-        "rhs_spec": [list(a) for a in site.rhs_spec],
-        "out_spec": [list(a) for a in site.out_spec],
-        "collectives": [
-            {
-                "kind": c.kind,
-                "operand": c.operand,
-                "dim": c.dim,
-                "axes": list(c.axes),
-                "bytes": c.bytes,
-            }
-            for c in site.collectives
-        ],
-        "decision": "rewrite" if d.rewritten else "leave",
+        **plan_file.identity(site),
+        "decision": plan_file.REWRITE if d.rewritten else plan_file.LEAVE,
         "looped": d.collective.describe() if d.collective is not None else None,
-        "schedule": d.schedule.describe() if d.schedule is not None else None,
+        "schedule": plan_file.schedule_json(d.schedule) if d.schedule is not None else None,
         "reason": d.reason.code if d.reason is not None else None,
         "meaning": d.reason.meaning if d.reason is not None else None,
         "detail": d.detail,
-        "predicted": None if e is None else e.to_json(),
-        "group": list(d.group),
-        "candidates": [
-            {
-                "looped": c.collective.describe(),
-                "schedule": c.schedule.describe(),
-                "predicted": c.estimate.to_json(),
-            }
-            for c in d.candidates
-        ],
+        "predicted": None if e is None else _predicted(e),
+    }
+
+
+def _predicted(e: Estimate) -> dict[str, Any]:
+    """The totals of an estimate, rounded: a plan file is compared by eye."""
+    return {
+        "before_s": float(f"{e.before_s:.4g}"),
+        "after_s": float(f"{e.after_s:.4g}"),
+        "memory_bytes": e.memory_bytes,
+        "permutes": e.permutes,
+        "einsums": e.einsums,
     }

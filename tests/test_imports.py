@@ -18,8 +18,19 @@ PACKAGE = pathlib.Path(collmm.__file__).parent
 # own. Every module has one place: a new one is added here.
 LAYERS = (
     ("errors",),
-    ("einsum", "ring", "schedule", "sites", "options", "cost", "cost.*", "hlo", "hlo.*"),
-    ("report", "plan"),
+    (
+        "einsum",
+        "ring",
+        "schedule",
+        "sites",
+        "options",
+        "constraints",
+        "cost",
+        "cost.*",
+        "hlo",
+        "hlo.*",
+    ),
+    ("report", "plan", "plan_file", "pinning"),
     ("targets", "targets.*"),
     ("topology",),
     ("_jax",),
@@ -37,7 +48,8 @@ LAYERS = (
 
 # Neither these nor anything they import imports jax.
 PURE = (
-    "errors", "einsum", "ring", "schedule", "sites", "options", "report", "plan",
+    "errors", "einsum", "ring", "schedule", "sites", "options", "constraints", "report", "plan",
+    "plan_file", "pinning",
     "cost", "cost.*", "hlo", "hlo.*",
 )  # fmt: skip
 

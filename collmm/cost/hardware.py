@@ -79,20 +79,29 @@ def load_profile(
 
     Raises OptionError, in one line, for a file that cannot be read or does not follow this.
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
+    rows = dict(table)
+    for key, fields in _read(name).items():
+        rows[key] = _row(f"profile {name!r}, chip {key!r}", key, fields, rows)
+    return rows
+
+
+def profile_rows(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """The names of the rows that a JSON profile adds or overrides; raises as ``load_profile``."""
+    return tuple(_read(os.fsdecode(path)))
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except OSError as error:
-        raise OptionError(f"profile {name!r}: {error.strerror or error}") from None
+        raise OptionError(f"profile {path!r}: {error.strerror or error}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"profile {name!r} is not JSON: {error}") from None
+        raise OptionError(f"profile {path!r} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise OptionError(f"profile {name!r} must be an object of chips, not {_kind(content)}")
-    rows = dict(table)
-    for key, fields in content.items():
-        rows[key] = _row(f"profile {name!r}, chip {key!r}", key, fields, rows)
-    return rows
+        raise OptionError(f"profile {path!r} must be an object of chips, not {_kind(content)}")
+    return content
 
 
 def _row(where: str, name: str, fields: Any, rows: Mapping[str, Chip]) -> Chip:
