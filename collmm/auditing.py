@@ -49,15 +49,16 @@ def audit_program(
     policy: str | None = None,
     chip: str | None = None,
     original_only: bool = False,
+    **others: Any,
 ) -> ProgramAudit:
     """Compile a program as it is and overlapped, for its target, and predict both schedules.
 
     On a TPU the original is compiled twice: as the compiler ships, and with its own decomposition
     of collectives and einsums off. A program that the compiler refuses because it does not fit the
     memory is no error: its audit says so. So it does where the overlapped one, and only that, fails
-    to compile. Run this in ``program.context()``.
+    to compile. ``others`` are further ``Options``. Run this in ``program.context()``.
     """
-    overlapped = program.overlapped(policy, chip)
+    overlapped = program.overlapped(policy, chip, **others)
     plan = None if original_only else overlapped.plan(*program.args)
     audited: list[Audited] = []
     texts: dict[str, str] = {}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -14,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from collmm import plan_file
 from collmm.errors import OptionError
 from collmm.plan import Plan
 
@@ -59,7 +59,7 @@ def dump_deferred(plan: Plan, before: Any, after: Any) -> None:
         folder = _new_folder(pathlib.Path(root), re.sub(r"\W+", "_", plan.program or "fn"))
         named = {
             "plan.txt": f"{plan}\n",
-            "plan.json": json.dumps(plan.to_json(), indent=1),
+            "plan.json": plan_file.text(plan),
             "before.jaxpr.txt": f"{before}\n",
             "after.jaxpr.txt": f"{after}\n",
         }
@@ -90,7 +90,7 @@ def texts(
       compile_before, compile_after: from a ``jax.stages.Lowered`` to a ``jax.stages.Compiled``.
     """
     yield "plan.txt", f"{plan}\n"
-    yield "plan.json", json.dumps(plan.to_json(), indent=1) + "\n"
+    yield "plan.json", plan_file.text(plan)
     before = []
     for kind, text in _forms(overlapped.jitted, args, kwargs, compile_before):
         before.append((kind, text))

@@ -17,6 +17,7 @@ import numpy as np
 
 from collmm import _jax
 from collmm.api import OverlappedFunction, overlap_collectives
+from collmm.cost.hardware import profile_rows
 from collmm.errors import ProgramError, TargetError
 from collmm.options import Options
 from collmm.program_file import AXIS_TYPES, ProgramFile, describe, literal_mesh, load
@@ -48,22 +49,32 @@ class Program:
         """Return the context to trace and call the function in."""
         return self.file.context(self.mesh)
 
-    def overlapped(self, policy: str | None = None, chip: str | None = None) -> OverlappedFunction:
+    def overlapped(
+        self, policy: str | None = None, chip: str | None = None, **others: Any
+    ) -> OverlappedFunction:
         """Return the function decorated.
 
         What is None is taken from the options it was decorated with already; the chip is then that
-        of the target, where that has one.
+        of the target, where that has one and no profile says another. ``others`` are further
+        ``Options``.
 
-        Raises OptionError for a policy or chip that is not allowed.
+        Raises OptionError for a value that is not allowed.
         """
         options = self.fn.options if isinstance(self.fn, OverlappedFunction) else Options()
-        if chip is None and self.target.hardware is not None:
-            chip = self.target.hardware.name
-        if policy is not None:
-            options = dataclasses.replace(options, policy=policy)
+        changes = {k: v for k, v in {"policy": policy, **others}.items() if v is not None}
+        if chip is None:
+            chip = self._chip(changes.get("profile", options.profile))
         if chip is not None:
-            options = dataclasses.replace(options, chip=chip)
-        return overlap_collectives(self.fn, options)
+            changes["chip"] = chip
+        return overlap_collectives(self.fn, dataclasses.replace(options, **changes))
+
+    def _chip(self, profile: str | os.PathLike[str] | None) -> str | None:
+        """The row of the target; None where the one row of a profile takes its place."""
+        row = self.target.hardware
+        if row is None:
+            return None
+        measured = () if profile is None else profile_rows(profile)
+        return None if len(measured) == 1 and row.name not in measured else row.name
 
 
 def open_program(path: str | os.PathLike, target: str | None = None) -> Program:

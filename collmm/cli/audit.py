@@ -13,11 +13,11 @@ from absl import flags, logging
 
 from collmm import audit_report, auditing, dump
 from collmm.audit_report import Audited
+from collmm.cli import planning
 from collmm.cli.command import Command
 from collmm.errors import OptionError
 from collmm.hlo.plot import plot
 from collmm.hlo.trace import trace_events
-from collmm.options import POLICIES
 from collmm.programs import open_program
 from collmm.targets import parse_target
 
@@ -40,13 +40,7 @@ def define(values: flags.FlagValues) -> None:
         "that the text spells.",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "policy",
-        None,
-        f"Which einsums to rewrite: {', '.join(POLICIES)}. Without one: what the program's own "
-        "Options say, else auto.",
-        flag_values=values,
-    )
+    planning.define(values)
     flags.DEFINE_boolean("original", False, "Audit the original program only.", flag_values=values)
     flags.DEFINE_string(
         "out", None, "Folder for the audit, the HLO texts and the trace.", flag_values=values
@@ -96,7 +90,7 @@ def _audits(
     path: str, values: flags.FlagValues
 ) -> tuple[str, Sequence[Audited], Mapping[str, str]]:
     if not auditing.is_program(path):
-        for name in ("policy", "original"):
+        for name in (*planning.options(values), "original"):
             if values[name].present:
                 raise OptionError(f"--{name} is for a program file; {path} is a compiled text")
         target = None if values.target is None else parse_target(values.target)
@@ -107,7 +101,8 @@ def _audits(
         raise OptionError("--mesh is for a compiled text; a program file has its own MESH")
     program = open_program(path, values.target)
     with program.context():
-        done = auditing.audit_program(program, policy=values.policy, original_only=values.original)
+        asked = planning.options(values)
+        done = auditing.audit_program(program, original_only=values.original, **asked)
     heading = f"{path} for {program.target.name}"
     if done.plan is not None:
         plan = done.plan

@@ -12,11 +12,11 @@ from typing import Any
 from absl import flags, logging
 
 from collmm import dump, memory, report
+from collmm.cli import planning
 from collmm.cli.command import Command
 from collmm.errors import OptionError
 from collmm.hlo.collectives import summarize
 from collmm.hlo.parse import Module, parse
-from collmm.options import POLICIES
 from collmm.plan import Plan
 from collmm.programs import Program, open_program
 from collmm.targets import Target
@@ -24,28 +24,9 @@ from collmm.targets import Target
 
 def define(values: flags.FlagValues) -> None:
     """Define the command's flags."""
-    flags.DEFINE_string(
-        "target",
-        None,
-        "What to compile for: cpu:8, tpu:v5e:2x4, gpu:h100:8, gpu:h100:2x8, ... Without one: as "
-        "many simulated CPU devices as MESH asks for.",
-        flag_values=values,
-    )
+    flags.DEFINE_string("target", None, planning.TARGET, flag_values=values)
     flags.DEFINE_string("out", None, "Folder to write every text to.", flag_values=values)
-    flags.DEFINE_string(
-        "policy",
-        None,
-        f"Which einsums to rewrite: {', '.join(POLICIES)}. Without one: what the program's own "
-        "Options say, else auto.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "chip",
-        None,
-        "Hardware to plan for, such as v5e or h100. Without one: that of the target, and v5e for "
-        "CPU devices.",
-        flag_values=values,
-    )
+    planning.define(values)
     flags.DEFINE_boolean("json", False, "Print one JSON document.", flag_values=values)
 
 
@@ -60,7 +41,7 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     with contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext():
         program = open_program(arguments[0], values.target)
         with program.context():
-            plan, texts, compilers = _texts(program, values.policy, values.chip, folder)
+            plan, texts, compilers = _texts(program, planning.options(values), folder)
     # A program that its compiler refused for its memory has no text.
     modules = {
         when: parse(text) if (text := texts[f"{when}.hlo.txt"]) else None
@@ -129,10 +110,10 @@ class _Compiler:
 
 
 def _texts(
-    program: Program, policy: str | None, chip: str | None, folder: pathlib.Path | None
+    program: Program, asked: Mapping[str, Any], folder: pathlib.Path | None
 ) -> tuple[Plan, dict[str, str], dict[str, _Compiler]]:
     target = program.target
-    overlapped = program.overlapped(policy, chip)
+    overlapped = program.overlapped(**asked)
     logging.info("planning %s on %s", program.file.path, target.name)
     plan = overlapped.plan(*program.args)
     compilers = {"before": _Compiler(target, target.baseline_options())}
@@ -164,8 +145,8 @@ COMMAND = Command(
     their sizes, and build(mesh) -> (fn, args): the function, plain, jitted or decorated, and its
     arguments, arrays or jax.ShapeDtypeStructs with shardings.
 
-    --out gets the plan (plan.txt, plan.json) and, before and after, the jaxpr, the StableHLO and
-    the optimized HLO. Nothing is run. All times are predicted.""",
+    --out gets the plan (plan.txt, and plan.json, a plan file) and, before and after, the jaxpr,
+    the StableHLO and the optimized HLO. Nothing is run. All times are predicted.""",
     define,
     main,
 )
