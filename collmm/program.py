@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
-from collmm import _jax, constraints, plan_file
+from collmm import _jax, plan_file
 from collmm.capture import Captured, capture
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hardware import CHIPS, chip, profile_rows
-from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
+from collmm.errors import PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
 from collmm.options import Options
 from collmm.partition import DotSharding, partition
@@ -103,7 +103,7 @@ def plan_program(
         )
 
     if pinned is None:
-        return _with_unmatched(planned(None), options)
+        return planned(None)
     made = planned(pinned)
     found = plan_file.differences(pinned, made.plan)
     if not found:
@@ -112,16 +112,7 @@ def plan_program(
         advice = 'make it anew, or set Options(on_mismatch="replan")'
         raise PlanMismatch(plan_file.message(pinned, found, advice), found)
     notice = PlanMismatchWarning(plan_file.message(pinned, found, "planned anew"))
-    made = _with_unmatched(planned(None), options)
-    return dataclasses.replace(made, notices=(notice, *made.notices))
-
-
-def _with_unmatched(made: Planned, options: Options) -> Planned:
-    """Add a notice for every override that names no einsum of the program."""
-    sites = [d.site for d in made.plan.decisions]
-    name = f" of {made.plan.program}" if made.plan.program else ""
-    lines = constraints.unmatched(constraints.read_overrides(options.overrides), sites, name)
-    return dataclasses.replace(made, notices=tuple(map(OverrideWarning, lines)))
+    return dataclasses.replace(planned(None), notices=(notice,))
 
 
 def _plan_program(

@@ -176,6 +176,41 @@ def test_the_chip_and_the_target_can_be_named(gather, capsys):
     assert (plan["chip"], plan["policy"], plan["rewritten"]) == ("v4", "never", 0)
 
 
+def test_a_dumped_plan_is_a_plan_file(gather, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(["dump", str(gather), "--policy=always", f"--out={out}"]) == 0
+    capsys.readouterr()
+    argv = ["dump", str(gather), f"--plan={out / 'plan.json'}", "--json"]
+    assert run(argv) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["policy"], plan["rewritten"]) == ("auto", 1)
+    assert run([*argv, "--chip=v4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(
+        r"collmm dump: the plan .*plan\.json does not fit: chip: the plan file has v5e, here it is "
+        r'v4; make it anew, or set Options\(on_mismatch="replan"\)\n',
+        captured.err,
+    )
+
+
+def test_a_profile_is_planned_with(gather, tmp_path, capsys):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"lab": {"base": "h100", "link": 1e9}}))
+    argv = ["dump", str(gather), f"--profile={profile}", "--json"]
+    assert run(argv) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["chip"] == "lab"
+    assert plan["note"] == f"planned for lab, the one row of {profile}"
+    profile.write_text(json.dumps({"lab": {"base": "h100"}, "v5e": {"link": 1e9}}))
+    assert run(argv) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["chip"] == "v5e"
+    assert run([*argv, "--chip=lab"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["chip"] == "lab"
+    assert run([*argv, "--chip=lob"]) == 2
+    assert "chip='lob'; did you mean 'lab'?" in capsys.readouterr().err
+
+
 def test_dump_works_from_a_shell_without_any_variable_set(gather, tmp_path):
     # Six devices, so that they can only come from MESH.
     gather.write_text(GATHER.replace('"model": 4', '"model": 6').replace("16, 16", "12, 12"))
@@ -231,6 +266,8 @@ BAD_INPUT = {
         ["dump", "PROGRAM", "--target=cpu:8"],
         r"mesh model=4 has 4 devices, cpu:8 has 8",
     ),
+    "plan": (["dump", "PROGRAM", "--plan=none.json"], r"dump: cannot read the plan none.json: No"),
+    "profile": (["dump", "PROGRAM", "--profile=no.json"], r"dump: profile 'no.json': No such file"),
     "out": (["dump", "PROGRAM", "--out=PROGRAM"], r"cannot write a dump to .*: it is a file; name"),
     "out-below": (["dump", "PROGRAM", "--out=PROGRAM/x"], r"cannot write a dump to .*: Not a dir"),
 }

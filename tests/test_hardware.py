@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from collmm import Options
 from collmm.cost import hardware
 from collmm.cost.hardware import CHIPS, Chip, Figure, Rate, chip, load_profile
 from collmm.errors import OptionError
@@ -225,3 +226,23 @@ def test_a_profile_may_build_on_its_own_rows(tmp_path):
 def test_figures_print_value_unit_and_source():
     assert str(chip("v5e").link.nominal) == "5e+10 bytes/s (gcp)"
     assert hardware.chip is chip
+
+
+def test_the_rows_of_a_profile_are_named_in_order(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"lab": {"base": "h100"}, "v5e": {"link": 1e9}}))
+    assert hardware.profile_rows(path) == ("lab", "v5e")
+    with pytest.raises(OptionError, match="No such file"):
+        hardware.profile_rows(tmp_path / "none.json")
+
+
+def test_options_take_a_chip_of_their_profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"lab": {"base": "h100", "link": 1e9}}))
+    options = Options(chip="lab", profile=path)
+    assert options.table()["lab"].link_bytes_per_s() == 1e9
+    assert options.profile == str(path)
+    with pytest.raises(OptionError, match="chip='lab'; valid: a100"):
+        Options(chip="lab")
+    with pytest.raises(OptionError, match="profile=True; give the path of a file"):
+        Options(profile=True)

@@ -48,7 +48,7 @@ LAYERS = (
 
 # Neither these nor anything they import imports jax.
 PURE = (
-    "errors", "einsum", "ring", "schedule", "sites", "options", "constraints", "report", "plan",
+    "errors", "einsum", "ring", "schedule", "sites", "options", "report", "plan",
     "plan_file", "pinning",
     "cost", "cost.*", "hlo", "hlo.*",
 )  # fmt: skip
