@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -26,6 +28,7 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax as _xla
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.mlir import ir
 
 Jaxpr: Any = _core.Jaxpr
 # jax 0.12 has one class for jaxprs with and without constants.
@@ -741,3 +744,75 @@ def manual_aval(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, axes: 
 def without_vma_checks() -> Any:
     """Return a context in which values may vary over manual axes without saying so."""
     return _config._check_vma(False)
+
+
+# --- compiling in another process ---
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """What a backend needs to compile a program, as plain values.
+
+    Attributes:
+      name: of the program.
+      module: StableHLO bytecode.
+      options: serialized ``CompileOptions``: XLA options, partitioning, device assignment.
+      device_ids: the devices it is compiled for, in order.
+    """
+
+    name: str
+    module: bytes
+    options: bytes
+    device_ids: tuple[int, ...]
+
+
+def compile_request(lowered: Any, compiler_options: Any) -> CompileRequest:
+    """Return what ``lowered.compile(compiler_options)`` would give to the backend."""
+    lowering = lowered._lowering
+    args, devices = lowering.compile_args, lowering._device_list
+    ins, outs = (
+        tuple(_pxla.maybe_concretize_mesh(s, devices) for s in args[key])
+        for key in ("in_shardings", "out_shardings")
+    )
+    to_inputs, to_outputs = _pxla.get_prop_to_input_output(ins, outs, len(args["ordered_effects"]))
+    assignment = np.empty(len(devices), object)
+    assignment[:] = list(devices)
+    options = _pxla.create_compile_options(
+        lowering._hlo,
+        args["tuple_args"],
+        to_inputs,
+        to_outputs,
+        args["backend"],
+        assignment,
+        {**dict(lowering._compiler_options_kvs), **compiler_options},
+    )
+    return CompileRequest(
+        lowering._name,
+        _mlir.module_to_bytecode(lowering._hlo),
+        options.SerializeAsString(),
+        tuple(d.id for d in devices),
+    )
+
+
+def compile_requested(
+    request: CompileRequest, devices: Mapping[int, Any]
+) -> tuple[str, dict[str, int] | None]:
+    """Compile for described devices, id to device: (optimized HLO, memory figures or None)."""
+    assigned = tuple(devices[i] for i in request.device_ids)
+    with _mlir.make_ir_context():
+        executable = _compiler.backend_compile_and_load(
+            assigned[0].client,
+            ir.Module.parse(request.module),
+            _xla.DeviceList(assigned),
+            _xla.CompileOptions.ParseFromString(request.options),
+            [],
+        )
+    text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    try:
+        stats = executable.get_compiled_memory_stats()
+    except jax.errors.JaxRuntimeError as e:
+        if "UNIMPLEMENTED" not in str(e):
+            raise
+        return text, None
+    fields = {name: getattr(stats, name) for name in dir(stats) if name.endswith("_bytes")}
+    return text, fields

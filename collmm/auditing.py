@@ -15,7 +15,7 @@ import jax
 from absl import logging
 
 from collmm.audit_report import Audited
-from collmm.errors import HloError, TargetError
+from collmm.errors import CrashError, HloError, TargetError
 from collmm.hlo.collectives import written_mesh
 from collmm.hlo.parse import Module, parse
 from collmm.memory import compiled_or_overflow, memory_of
@@ -56,8 +56,10 @@ def audit_program(
     On a TPU the original is compiled twice: as the compiler ships, and with its own decomposition
     of collectives and einsums off. A program that the compiler refuses because it does not fit the
     memory is no error: its audit says so. So it does where the overlapped one, and only that, fails
-    to compile. ``others`` are further ``Options``. Run this in ``program.context()``.
+    to compile or crashes the compiler. ``others`` are further ``Options``. Run this in
+    ``program.context()``.
     """
+    program.target.start_compiler()
     overlapped = program.overlapped(policy, chip, **others)
     plan = None if original_only else overlapped.plan(*program.args)
     audited: list[Audited] = []
@@ -93,7 +95,7 @@ def _audit_one(
     brief = decomposition == "off"
     try:
         compiled, overflow = compiled_or_overflow(lambda: target.compile(lowered, values))
-    except jax.errors.JaxRuntimeError as e:
+    except (jax.errors.JaxRuntimeError, CrashError) as e:
         if title != OVERLAPPED:  # against the user's own program: for the user to see whole
             raise
         return Audited(title, None, None, shown, failure=str(e).splitlines()[0]), None

@@ -25,6 +25,10 @@ class TargetError(CollmmError):
     """A target is unknown, cannot hold the mesh, or its compiler is not installed."""
 
 
+class CrashError(TargetError):
+    """A process of its own, such as a compiler's, crashed; the message names how it ended."""
+
+
 class HloError(CollmmError):
     """A text is not the HLO this reader knows; the message names the line."""
 

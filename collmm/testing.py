@@ -52,12 +52,14 @@ def assert_overlapped(
     Raises:
       AssertionError: with the plan, and the collectives that are exposed.
       OptionError: an argument is not allowed.
-      TargetError: the target is unknown, cannot hold the mesh, or its compiler is missing.
+      TargetError: the target is unknown, cannot hold the mesh, or its compiler is missing or
+        crashes.
     """
     found = parse_target(target) if isinstance(target, str) else target
     _check(fn, all_gather, reduce_scatter, max_exposed, found)
     fn = _strict(fn, found)
     if found is not None:
+        found.start_compiler()
         args, kwargs = _moved(found, args, kwargs)
     plan = _or_explain(lambda: fn.plan(*args, **kwargs), found)
     problems = _missing_in_plan(plan, all_gather, reduce_scatter)

@@ -113,6 +113,7 @@ def _texts(
     program: Program, asked: Mapping[str, Any], folder: pathlib.Path | None
 ) -> tuple[Plan, dict[str, str], dict[str, _Compiler]]:
     target = program.target
+    target.start_compiler()
     overlapped = program.overlapped(**asked)
     logging.info("planning %s on %s", program.file.path, target.name)
     plan = overlapped.plan(*program.args)

@@ -59,6 +59,11 @@ def apply_environment(target: str) -> None:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
+def unattached() -> dict[str, str]:
+    """The variables of a process that compiles for any target and runs nothing."""
+    return {"JAX_PLATFORMS": "cpu", **_QUIET, **_TPU}
+
+
 def compiler_defaults(kind: str) -> dict[str, str]:
     """The variables that the compiler itself reads when it is first loaded, after jax is."""
     return dict(_TPU) if kind == "tpu" else {}

@@ -18,7 +18,8 @@ from collmm.cost.collectives import Ring, torus_ring
 from collmm.cost.figures import Basis
 from collmm.cost.hardware import CHIPS, Chip
 from collmm.errors import TargetError
-from collmm.targets import rings
+from collmm.targets import compilation, rings
+from collmm.targets.compilation import Compilation, compile_apart
 from collmm.targets.cuda_config import DEVICES, target_config
 from collmm.targets.environment import compiler_defaults
 from collmm.targets.installed import require
@@ -282,23 +283,30 @@ class Target:
             return list(range(members.shape[1]))
         return rings.ring_order(self.shape, self.wrap, members)
 
+    def start_compiler(self) -> None:
+        """Let the compiler of a TPU or GPU load in its process, while the program is made ready."""
+        if self.kind != "cpu":
+            compilation.start()
+
     def compile(
         self, lowered: jax.stages.Lowered, options: Mapping[str, Value] | None = None
-    ) -> jax.stages.Compiled:
+    ) -> jax.stages.Compiled | Compilation:
         """Compile a program that was lowered on this target's mesh.
 
         ``options`` replaces ``compiler_options``; give ``baseline_options()`` for an original
-        program. Where the compiler is missing, TargetError names what to install: this is checked
-        first, as XLA without ptxas can crash. A compiler that crashes for another reason ends the
-        process; run the caller under ``guard.guarded`` to outlive that. What XLA says about the
-        program itself is raised as it is.
+        program. For a TPU or GPU the compiler runs in a process of its own, and its text and
+        memory figures come back; for a cpu it runs here. Where the compiler is missing, TargetError
+        names what to install; where it crashes, CrashError says so and this process goes on. What
+        XLA says about the program itself is raised as it is.
         """
-        self.require_compiler()
         import jax
 
         chosen: dict[str, Any] = dict(self.compiler_options if options is None else options)
         try:
-            return lowered.compile(compiler_options=chosen)
+            if self.kind == "cpu":
+                return lowered.compile(compiler_options=chosen)
+            self.require_compiler()
+            return compile_apart(lowered, self._topology(), chosen, self.name)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" in str(error):
                 line = str(error).splitlines()[0]

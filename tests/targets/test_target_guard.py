@@ -1,51 +1,97 @@
 """A guarded call survives what would end this process; a missing compiler is one line."""
 
+import contextlib
+import ctypes
 import os
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
 
-from collmm.errors import OptionError, TargetError
-from collmm.targets import guarded, installed, parse_name, parse_target
+from collmm.errors import CrashError, OptionError, TargetError
+from collmm.targets import guard, guarded, installed, parse_name, parse_target
+from collmm.targets.guard import Worker
+
+VARIABLE = "COLLMM_TEST_VARIABLE"
 
 
-def test_the_result_comes_back():
-    assert guarded(parse_name, "gpu:h100:2x8") == parse_name("gpu:h100:2x8")
-    assert guarded(os.getpid) != os.getpid()
+@pytest.fixture(scope="module")
+def worker():
+    with contextlib.closing(Worker({VARIABLE: "here"})) as worker:
+        yield worker
 
 
-def test_variables_reach_the_new_process():
-    name = "COLLMM_TEST_VARIABLE"
-    assert guarded(os.getenv, name, environment={name: "here"}) == "here"
-    assert name not in os.environ
+def test_the_result_comes_back_from_another_process(worker):
+    assert worker.call(parse_name, "gpu:h100:2x8") == parse_name("gpu:h100:2x8")
+    there = worker.call(os.getpid)
+    assert there != os.getpid()
+    assert worker.call(os.getpid) == there
 
 
-def test_an_exception_is_raised_here():
+def test_variables_reach_the_new_process(worker):
+    assert worker.call(os.getenv, VARIABLE) == "here"
+    assert VARIABLE not in os.environ
+
+
+def test_what_it_prints_is_kept_to_itself(worker, capfd):
+    worker.call(print, "chatter")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_exception_is_raised_here(worker):
     with pytest.raises(TargetError, match="'tpu:v9:2x2': no compiler"):
-        guarded(parse_name, "tpu:v9:2x2")
+        worker.call(parse_name, "tpu:v9:2x2")
+    rate = parse_target("cpu:8").fallback.hbm_bytes_per_s
     with pytest.raises(OptionError, match="basis is 'x'"):
-        guarded(
-            parse_target("cpu:8").fallback.hbm_bytes_per_s.__func__,
-            parse_target("cpu:8").fallback,
-            "x",
-        )
+        worker.call(rate.__func__, rate.__self__, "x")
 
 
-def test_a_crash_is_one_line_that_names_the_signal():
-    with pytest.raises(TargetError, match=r"^posix.abort died by SIGABRT") as caught:
-        guarded(os.abort)
+def test_an_interrupted_question_is_not_answered_to_the_next(worker, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guard.select, "select", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(os.getpid)
+    monkeypatch.undo()
+    assert worker.call(os.getenv, VARIABLE) == "here"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "end"),
+    [
+        (os.abort, (), r"^posix.abort died by SIGABRT"),
+        (ctypes.string_at, (0,), r"^ctypes.string_at died by SIGSEGV"),
+        (os._exit, (7,), r"^posix._exit exited with status 7 and no result"),
+    ],
+)
+def test_a_crash_is_one_line_and_the_next_call_works(worker, function, args, end):
+    with pytest.raises(CrashError, match=end) as caught:
+        worker.call(function, *args)
     assert "\n" not in str(caught.value)
+    assert worker.call(os.getenv, VARIABLE) == "here"
 
 
-def test_an_exit_is_one_line():
-    with pytest.raises(TargetError, match=r"_exit exited with status 7 and no result"):
-        guarded(os._exit, 7)
+def test_a_crash_says_what_was_tried(worker):
+    with pytest.raises(CrashError, match=r"^the step died by SIGABRT$"):
+        worker.call(os.abort, what="the step")
 
 
 def test_what_hangs_is_ended():
-    with pytest.raises(TargetError, match=r"sleep ran past 0.5 s and was ended"):
+    with pytest.raises(CrashError, match=r"sleep ran past 0.5 s and was ended"):
         guarded(time.sleep, 60, timeout_s=0.5)
+
+
+def test_a_worker_ends_with_the_process_that_asked():
+    script = (
+        "import os; from collmm.targets.guard import Worker; w = Worker(); print(w.call(os.getpid))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(run.stdout), 0)
 
 
 def test_what_cannot_be_imported_there_is_refused():
