@@ -26,6 +26,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import parallel as _parallel
 from jax._src.lib import _jax as _xla
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.mlir import ir
@@ -739,6 +740,37 @@ def manual_aval(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, axes: 
     sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape)))
     mat = _core.ManualAxisType(varying=varying | frozenset(axes))
     return _core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=mat)
+
+
+def varies_over(var: Atom, axes: Sequence[str]) -> bool:
+    """Whether a value inside a ``shard_map`` is typed as different along all of ``axes``."""
+    return frozenset(axes) <= var.aval.mat.varying
+
+
+def pvary_eqn(like: JaxprEqn, operand: Atom, axes: tuple[str, ...]) -> JaxprEqn:
+    """Return the equation that makes ``operand`` vary over ``axes``; ``like`` is a ``pvary``."""
+    mat = operand.aval.mat
+    out = Var(operand.aval.update(manual_axis_type=mat.update(varying=mat.varying | set(axes))))
+    return like.replace(invars=[operand], outvars=[out], params={"axes": axes})
+
+
+def gather_eqn(like: JaxprEqn, operand: Atom, outvar: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """Return the equation that gathers blocks of a sum: the second half of the sum ``like``.
+
+    Its result does not vary over ``axes`` where the sum's does not.
+    """
+    size = outvar.aval.shape[dim] // operand.aval.shape[dim]
+    params = {
+        "all_gather_dimension": dim,
+        "axis_name": axes,
+        "axis_size": size,
+        "tiled": True,
+    }
+    if like.primitive.name == "psum_invariant":
+        primitive = _parallel.all_gather_invariant_p
+    else:
+        primitive, params["axis_index_groups"] = _parallel.all_gather_p, None
+    return like.replace(primitive=primitive, invars=[operand], outvars=[outvar], params=params)
 
 
 def without_vma_checks() -> Any:

@@ -100,7 +100,7 @@ def capture(closed: Any) -> Captured:
 
 def _match_manual(jaxpr: Any, dots: list[CapturedDot], axes: tuple[tuple[str, int], ...]) -> None:
     """Note the hand-written collectives next to the dots inside shard_maps."""
-    body = Body(jaxpr) if axes else None
+    body = Body(jaxpr, dict(axes)) if axes else None
     for eqn in jaxpr.eqns:
         number = site_of(eqn)
         if number is not None and body is not None:

@@ -90,6 +90,10 @@ class Reason(enum.Enum):
         "inside-shard-map",
         "the einsum is inside a shard_map and no collective of the user's stands next to it",
     )
+    AXIS_GROUPS = (
+        "axis-groups",
+        "the collective next to the einsum runs over groups of a mesh axis",
+    )
     UNEVEN_SHARDS = ("uneven-shards", "a sharded dimension is not divisible by its mesh axes")
     SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
     MIXED_SLICE = (

@@ -37,7 +37,7 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
     """Return the site of ``dot``; ``sharding`` is None when it never reached the compiler."""
     site = _bare_site(dot)
     if dot.refusal is Reason.INSIDE_SHARD_MAP and dot.matches:
-        return _judge_kinds(_manual_site(site, dot))
+        return _judge_manual(_manual_site(site, dot), dot)
     if dot.refusal is not None:
         return _refuse(site, dot.refusal)
     if sharding is None:
@@ -106,6 +106,15 @@ def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
         axis_sizes=dot.manual_axes,
         manual=True,
     )
+
+
+def _judge_manual(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
+    refused = [m for m in dot.matches if m.refusal is not None]
+    if site.loopable or not refused:
+        return _judge_kinds(site)
+    reason = refused[0].refusal
+    assert reason is not None
+    return _refuse(site, reason, refused[0].detail)
 
 
 def _refuse(site: EinsumSite, reason: Reason, detail: str = "") -> EinsumSite:

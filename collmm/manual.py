@@ -7,24 +7,29 @@ There is nothing to propagate; the pattern is matched in the jaxpr, in both dire
 
     y = dot_general h w
     s = reduce_scatter[axis_name=('model',) scatter_dimension=0 tiled=True] y
+    s = psum[axes=('model',)] y                 # -> the same ring, and an all-gather of its blocks
 
 looking through casts, transposes and reshapes in between that keep the blocks of the ring whole.
-Refuses: groups of an axis, a sum that something else reads too, any other collective. A ring of
-permutes that the user wrote is no pattern here and stays as it is.
+Refuses: groups of an axis, a sum that something else reads too or that is sliced by hand, any other
+collective. A ring of permutes that the user wrote is no pattern here and stays as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from collmm import _jax
+from collmm.errors import Reason
+from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
+_SUMS = ("psum", "psum_invariant")
+_GATHERS = ("all_gather", "all_gather_invariant")
 _THROUGH = ("convert_element_type", "transpose", "reshape", "pvary", "pcast", "copy")
 
 
@@ -33,14 +38,17 @@ class Match:
     """A collective found next to a dot inside a ``shard_map``.
 
     Attributes:
-      kind: ``"all-gather"``, ``"reduce-scatter"`` or, for what no ring replaces, its HLO name.
+      kind: its HLO name.
       operand: 0 or 1 for a gathered operand, None for the result.
-      dim: gathered dimension of the dot's operand, or scattered dimension of its result.
-      axes: mesh axes, major to minor.
+      dim: gathered dimension of the dot's operand, or scattered dimension of its result; of a sum
+        that is wanted whole, the dimension by which a ring scatters it first. -1: no ring.
+      axes: mesh axes of the ring, major to minor.
       size: number of devices on the ring.
       eqn: the collective's equation.
       between: what stands between collective and dot, in program order.
       split_dim: of an all-to-all, the dimension that is whole before it.
+      refusal: where no ring replaces it, a reason that only the equation tells; or None.
+      detail: more about it, in words.
     """
 
     kind: str
@@ -51,20 +59,25 @@ class Match:
     eqn: Any
     between: tuple[Any, ...]
     split_dim: int = -1
+    refusal: Reason | None = None
+    detail: str = ""
 
 
 class Body:
-    """One jaxpr inside a ``shard_map``: who makes and who reads each value."""
+    """One jaxpr inside a ``shard_map``: who makes and who reads each value.
 
-    def __init__(self, jaxpr: Any) -> None:
+    ``axis_sizes``: of the mesh of the ``shard_map``, in its order.
+    """
+
+    def __init__(self, jaxpr: Any, axis_sizes: Mapping[str, int]) -> None:
+        self.axis_sizes = axis_sizes
         self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self.reads = Counter(
-            v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)
-        )
-        self.reads.update(v for v in jaxpr.outvars if not isinstance(v, _jax.Literal))
-        self.readers = {
-            v: eqn for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, _jax.Literal)
-        }
+        # None reads what the body returns.
+        self.readers: dict[Any, list[Any]] = {}
+        for reader, atoms in (*((e, e.invars) for e in jaxpr.eqns), (None, jaxpr.outvars)):
+            for v in atoms:
+                if not isinstance(v, _jax.Literal):
+                    self.readers.setdefault(v, []).append(reader)
 
     def matches(self, dot: Any) -> list[Match]:
         """Return the collectives next to one dot of this body."""
@@ -84,43 +97,114 @@ class Body:
         name = eqn.primitive.name
         if name == "all_to_all":
             return _exchange(eqn, operand, between)
-        if name not in ("all_gather", "all_gather_invariant") or _grouped(eqn):
+        if name not in _GATHERS:
             return None
         size = eqn.params["axis_size"]
+        if _grouped(eqn):
+            return _no_ring(ALL_GATHER, operand, eqn, Reason.AXIS_GROUPS)
         dim = _through(between, eqn.params["all_gather_dimension"], size, _forward)
         if dim is None:
             return None
-        return Match("all-gather", operand, dim, _axes(eqn), size, eqn, tuple(between))
+        varies = [_jax.varies_over(v, axes_of(eqn)) for v in (eqn.invars[0], dot.outvars[0])]
+        if name == "all_gather_invariant" and varies == [True, False]:
+            # What a ring makes varies over its axes, and the result must not.
+            detail = f"the result must not vary over {','.join(axes_of(eqn))}"
+            return _no_ring(ALL_GATHER, operand, eqn, Reason.INSIDE_SHARD_MAP, detail)
+        return Match(ALL_GATHER, operand, dim, axes_of(eqn), size, eqn, tuple(between))
 
     def _after(self, dot: Any) -> Match | None:
+        between, eqn = self._followed(dot.outvars[0])
+        if eqn is None:
+            return None
+        name = eqn.primitive.name
+        if name in _SUMS:
+            return self._summed_and_scattered(dot, eqn, between) or self._summed(dot, eqn, between)
+        if name == "all_to_all":
+            return _exchange(eqn, None, between)
+        return self._scattered(dot, eqn, between) if name == "reduce_scatter" else None
+
+    def _followed(self, var: Any) -> tuple[list[Any], Any]:
+        """Return what is looked through after ``var``, and what reads it then; None if several."""
         between: list[Any] = []
-        (var,) = dot.outvars
         eqn = self._only_reader(var)
         while eqn is not None and eqn.primitive.name in _THROUGH:
             between.append(eqn)
             eqn = self._only_reader(eqn.outvars[0])
-        if eqn is None:
-            return None
-        name = eqn.primitive.name
-        if name in ("psum", "psum_invariant", "psum2"):
-            return Match("all-reduce", None, -1, tuple(map(str, eqn.params["axes"])), 1, eqn, ())
-        if name == "all_to_all":
-            return _exchange(eqn, None, between)
-        if name != "reduce_scatter" or _grouped(eqn):
-            return None
+        return between, eqn
+
+    def _scattered(self, dot: Any, eqn: Any, between: list[Any]) -> Match | None:
         size = eqn.params["axis_size"]
+        if _grouped(eqn):
+            return _no_ring(REDUCE_SCATTER, None, eqn, Reason.AXIS_GROUPS)
         if not all(_sum_may_come_first(step) for step in between):
             return None
         dim = _through(between[::-1], eqn.params["scatter_dimension"], size, _backward)
         if dim is None or dot.outvars[0].aval.shape[dim] % size:
             return None
-        return Match("reduce-scatter", None, dim, _axes(eqn), size, eqn, tuple(between))
+        return Match(REDUCE_SCATTER, None, dim, axes_of(eqn), size, eqn, tuple(between))
+
+    def _summed_and_scattered(self, dot: Any, eqn: Any, between: list[Any]) -> Match | None:
+        """Return the match of a reduce-scatter after a sum over other axes, which can wait for it.
+
+        Gradients of a weight that is gathered over one axis and whole on another have this form.
+        """
+        more, scatter = self._followed(eqn.outvars[0])
+        if scatter is None or scatter.primitive.name != "reduce_scatter" or _grouped(eqn):
+            return None
+        if eqn.outvars[0].aval.shape != eqn.invars[0].aval.shape:
+            return None
+        match = self._scattered(dot, scatter, [*between, eqn, *more])
+        return match if match is not None and match.refusal is None else None
+
+    def _summed(self, dot: Any, eqn: Any, between: list[Any]) -> Match:
+        """Return the match of a sum that is wanted whole: the ring that can scatter it first."""
+        rings = self._rings(axes_of(eqn))
+        if _grouped(eqn):
+            return _no_ring(ALL_REDUCE, None, eqn, Reason.AXIS_GROUPS)
+        if not rings:
+            return _no_ring(ALL_REDUCE, None, eqn, Reason.NO_COLLECTIVE)
+        if eqn.outvars[0].aval.shape != eqn.invars[0].aval.shape:
+            detail = "the sum takes in a dimension of the value itself"
+        elif not all(_sum_may_come_first(step) for step in between):
+            detail = "a cast before the sum would change it after"
+        elif self._sliced(eqn):
+            detail = "the sum is sliced by hand"
+        else:
+            shape = dot.outvars[0].aval.shape
+            for axes, size in rings:
+                for dim, extent in enumerate(shape):
+                    whole = extent % size == 0 and extent > 0
+                    if whole and _through(between, dim, size, _forward) is not None:
+                        return Match(ALL_REDUCE, None, dim, axes, size, eqn, tuple(between))
+            detail = f"no dimension of {shape} divides into blocks"
+        return _no_ring(ALL_REDUCE, None, eqn, Reason.ALL_REDUCE, detail)
+
+    def _rings(self, axes: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
+        """Return (axes, size) of the rings that some of ``axes`` make, the longest first."""
+        here = [a for a, size in self.axis_sizes.items() if a in axes and size > 1]
+        every = [c for n in range(len(here), 0, -1) for c in itertools.combinations(here, n)]
+        sized = [(ring, math.prod(self.axis_sizes[a] for a in ring)) for ring in every]
+        return sorted(sized, key=lambda pair: -pair[1])
+
+    def _sliced(self, eqn: Any) -> bool:
+        """Whether a part of what ``eqn`` makes is cut out at a place that is computed."""
+        readers = [r for r in self.readers.get(eqn.outvars[0], ()) if r is not None]
+        return any(
+            r.primitive.name == "dynamic_slice" or (r.primitive.name == "pvary" and self._sliced(r))
+            for r in readers
+        )
 
     def _producer(self, var: Any) -> Any:
         return None if isinstance(var, _jax.Literal) else self.producers.get(var)
 
     def _only_reader(self, var: Any) -> Any:
-        return self.readers.get(var) if self.reads[var] == 1 else None
+        readers = self.readers.get(var, ())
+        return readers[0] if len(readers) == 1 else None
+
+
+def _no_ring(kind: str, operand: int | None, eqn: Any, reason: Reason, detail: str = "") -> Match:
+    """Return the match of a collective that no ring replaces, and why."""
+    return Match(kind, operand, -1, axes_of(eqn), 1, eqn, (), refusal=reason, detail=detail)
 
 
 def _exchange(eqn: Any, operand: int | None, between: list[Any]) -> Match:
@@ -130,7 +214,7 @@ def _exchange(eqn: Any, operand: int | None, between: list[Any]) -> Match:
     # The axis size is not among the parameters; the shapes tell.
     size = eqn.invars[0].aval.shape[p["split_axis"]]
     size //= max(eqn.outvars[0].aval.shape[p["split_axis"]], 1)
-    return Match("all-to-all", operand, dim, _axes(eqn), size, eqn, tuple(between), p["split_axis"])
+    return Match(ALL_TO_ALL, operand, dim, axes_of(eqn), size, eqn, tuple(between), p["split_axis"])
 
 
 # --- following the blocks of a ring through an equation ---
@@ -213,8 +297,42 @@ def replay(eqn: Any, operand: Any, dim: int, size: int) -> tuple[Any, int]:
     return eqn.replace(invars=[operand], outvars=[out], params=params), new_dim
 
 
-def _axes(eqn: Any) -> tuple[str, ...]:
-    name = eqn.params["axis_name"]
+def vary_first(
+    dot: Any, between: Sequence[Any], axes: Sequence[str]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return (equations, operands of the dot, what is left between it and the sum).
+
+    A sum over axes over which the einsum does not vary comes after a ``pvary``. What a ring makes
+    varies over its axes from the start, so an operand of the einsum has to.
+    """
+    before, invars = [], list(dot.invars)
+    for step in between:
+        ring = tuple(a for a in _varied(step) if a in axes)
+        if ring:
+            before.append(_jax.pvary_eqn(step, invars[0], ring))
+            invars[0] = before[-1].outvars[0]
+    return before, invars, without_varying(between, axes)
+
+
+def without_varying(steps: Sequence[Any], axes: Sequence[str]) -> list[Any]:
+    """Return ``steps`` for a value that varies over ``axes`` already: no ``pvary`` over them."""
+    kept = []
+    for step in steps:
+        rest = tuple(a for a in _varied(step) if a not in axes)
+        if len(rest) < len(_varied(step)):
+            step = step.replace(params={"axes": rest})
+        if rest or step.primitive.name != "pvary":
+            kept.append(step)
+    return kept
+
+
+def _varied(eqn: Any) -> tuple[Any, ...]:
+    return eqn.params["axes"] if eqn.primitive.name == "pvary" else ()
+
+
+def axes_of(eqn: Any) -> tuple[str, ...]:
+    """Return the mesh axes that a collective's equation runs over."""
+    name = eqn.params["axes" if "axes" in eqn.params else "axis_name"]
     return tuple(map(str, name)) if isinstance(name, (tuple, list)) else (str(name),)
 
 

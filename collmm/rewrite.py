@@ -37,11 +37,19 @@ from collmm.rewrite_manual import (
     manual_exchange,
     manual_gather,
     manual_scatter,
+    manual_sum,
     partial_einsum,
     type_change,
 )
 from collmm.share import share_rings
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Spec
+
+# What takes the place of a hand-written collective on a dot's result.
+_AFTER = {
+    ALL_TO_ALL: manual_exchange,
+    ALL_REDUCE: manual_sum,
+    REDUCE_SCATTER: manual_scatter,
+}
 
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
@@ -97,8 +105,7 @@ class _Rewriter:
             if id(eqn) in endings:
                 dot, decision = endings[id(eqn)]
                 match = self._match(decision)
-                after = manual_exchange if match.kind == ALL_TO_ALL else manual_scatter
-                new = after(dot, decision, match)
+                new = _AFTER[match.kind](dot, decision, match)
             else:
                 new = self._visit(eqn, producers, reshards)
             producers.update((v, e) for e in new for v in e.outvars)
@@ -107,7 +114,7 @@ class _Rewriter:
         return jaxpr.replace(eqns=eqns)
 
     def _endings(self, jaxpr: Any) -> dict[int, tuple[Any, Decision]]:
-        """Return the user's reduce-scatters that become rings: (their dot, its decision)."""
+        """Return the collectives on results that become rings: (their dot, its decision)."""
         found = {}
         for eqn in jaxpr.eqns:
             number = site_of(eqn)

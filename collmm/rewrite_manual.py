@@ -11,6 +11,9 @@ after::
     d = convert_element_type[bfloat16] x          # on the shard
     y = all_gather_einsum[mesh=None dim=0 ...] d w
 
+A sum that is wanted whole, ``psum(dot_general h w)``, becomes a ring that scatters it and a plain
+gather of the blocks, which what follows may overlap.
+
 What stands between collective and dot is done on one block instead of the whole. The original
 equations stay where something else reads them.
 """
@@ -23,7 +26,7 @@ from collmm import _jax
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p
 from collmm.loops import Consumer, PartialEinsum
-from collmm.manual import Match, block_shape, replay
+from collmm.manual import Match, block_shape, replay, vary_first, without_varying
 from collmm.plan import Decision
 from collmm.primitives import (
     GatherUse,
@@ -45,7 +48,7 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
         expanded = _jax.var_like(whole, block_shape(whole.aval.shape, dim, match.size))
         eqns.append(_jax.reshape_eqn(match.eqn, block, expanded))
         block = expanded
-    for step in match.between:
+    for step in without_varying(match.between, match.axes):
         new, dim = replay(step, block, dim, match.size)
         eqns.append(new)
         (block,) = new.outvars
@@ -68,8 +71,36 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
 
 def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
     """Return the equations that take the place of the reduce-scatter that follows ``dot``."""
+    eqns, block, _ = _scattered(dot, decision, match)
+    if match.eqn.params["tiled"]:
+        eqns[-1] = eqns[-1].replace(outvars=match.eqn.outvars)
+    else:
+        eqns.append(_jax.reshape_eqn(match.eqn, block, match.eqn.outvars[0]))
+    return eqns
+
+
+def manual_sum(dot: Any, decision: Decision, match: Match) -> list[Any]:
+    """Return the equations that take the place of the psum that follows ``dot``.
+
+    The ring scatters the sum over its own axes, the others are summed on the block, and the blocks
+    are gathered.
+    """
+    eqns, block, dim = _scattered(dot, decision, match)
+    rest = tuple(a for a in match.eqn.params["axes"] if str(a) not in match.axes)
+    if rest:
+        summed = _jax.var_like(match.eqn.outvars[0], block.aval.shape)
+        params = dict(match.eqn.params, axes=rest)
+        eqns.append(match.eqn.replace(invars=[block], outvars=[summed], params=params))
+        block = summed
+    eqns.append(_jax.gather_eqn(match.eqn, block, match.eqn.outvars[0], match.axes, dim))
+    return eqns
+
+
+def _scattered(dot: Any, decision: Decision, match: Match) -> tuple[list[Any], Any, int]:
+    """Return (equations, this device's block of the sum after what follows the dot, where)."""
     site, dim = decision.site, match.dim
     (whole,) = dot.outvars
+    eqns, invars, between = vary_first(dot, match.between, match.axes)
     block = _jax.var_like(whole, block_shape(whole.aval.shape, dim, match.size))
     params = {
         "terms": (ScatterTerm(partial_einsum(dot, site), site.lhs_spec, site.rhs_spec),),
@@ -78,16 +109,12 @@ def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
         "schedule": decision.schedule,
         "mesh": None,
     }
-    eqns = [_jax.primitive_eqn(dot, einsum_reduce_scatter_p, dot.invars, [block], params)]
-    for step in match.between:
+    eqns.append(_jax.primitive_eqn(dot, einsum_reduce_scatter_p, invars, [block], params))
+    for step in between:
         new, dim = replay(step, block, dim, match.size)
         eqns.append(new)
         (block,) = new.outvars
-    if match.eqn.params["tiled"]:
-        eqns[-1] = eqns[-1].replace(outvars=match.eqn.outvars)
-    else:
-        eqns.append(_jax.reshape_eqn(match.eqn, block, match.eqn.outvars[0]))
-    return eqns
+    return eqns, block, dim
 
 
 def manual_exchange(dot: Any, decision: Decision, match: Match) -> list[Any]:

@@ -53,7 +53,9 @@ def next_sums(plan: Plan, done: Collection[int]) -> set[int]:
     by_axes: dict[tuple[str, ...], list[Decision]] = {}
     for d in plan.rewritten:
         c = d.collective
-        if c is not None and c.kind == ALL_REDUCE and d.site.index not in done:
+        if c is None or d.site.manual or d.site.index in done:
+            continue
+        if c.kind == ALL_REDUCE:
             by_axes.setdefault(c.axes, []).append(d)
     if not by_axes:
         return set()
