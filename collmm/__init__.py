@@ -15,6 +15,7 @@ from collmm.errors import (
 )
 from collmm.options import Options
 from collmm.plan import Decision, Plan
+from collmm.targets import Target, parse_target
 from collmm.testing import assert_overlapped
 
 __version__ = "0.1.0"
@@ -33,8 +34,10 @@ __all__ = [
     "PlanMismatchWarning",
     "ProgramError",
     "Reason",
+    "Target",
     "TargetError",
     "assert_overlapped",
     "no_overlap",
     "overlap_collectives",
+    "parse_target",
 ]

@@ -18,7 +18,7 @@ from collmm.audit_report import Audited
 from collmm.errors import CrashError, HloError, TargetError
 from collmm.hlo.collectives import written_mesh
 from collmm.hlo.parse import Module, parse
-from collmm.memory import compiled_or_overflow, memory_of
+from collmm.memory import compiled_or_overflow, memory_of, with_memory
 from collmm.plan import Plan
 from collmm.prediction import predict
 from collmm.programs import Program
@@ -26,6 +26,7 @@ from collmm.targets import CompilerOption, Target, apply_environment
 from collmm.targets.options import baseline_for
 
 ORIGINAL, UNDECOMPOSED, OVERLAPPED = "original", "original, own decomposition off", "overlapped"
+_WHEN = {ORIGINAL: "before", OVERLAPPED: "after"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ProgramAudit:
     Attributes:
       programs: one per way to compile it.
       texts: title to the optimized HLO; a program that does not fit has none.
-      plan: what was rewritten; None where only the original was asked for.
+      plan: what was rewritten, with the memory it takes; None where only the original was asked
+        for.
     """
 
     programs: tuple[Audited, ...]
@@ -69,6 +71,9 @@ def audit_program(
         audited.append(made)
         if text is not None:
             texts[title] = text
+    if plan is not None:
+        rows = {_WHEN[a.title]: a.memory for a in audited if a.memory and a.title in _WHEN}
+        plan = with_memory(plan, rows)
     return ProgramAudit(tuple(audited), texts, plan)
 
 

@@ -89,8 +89,7 @@ def texts(
       kwargs: its keyword arguments.
       compile_before, compile_after: from a ``jax.stages.Lowered`` to a ``jax.stages.Compiled``.
     """
-    yield "plan.txt", f"{plan}\n"
-    yield "plan.json", plan_file.text(plan)
+    yield from plan_texts(plan)
     before = []
     for kind, text in _forms(overlapped.jitted, args, kwargs, compile_before):
         before.append((kind, text))
@@ -100,6 +99,12 @@ def texts(
         forms = _forms(overlapped, args, kwargs, compile_after)
     for kind, text in forms:
         yield f"after.{kind}", text
+
+
+def plan_texts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (file name, text) of a plan."""
+    yield "plan.txt", f"{plan}\n"
+    yield "plan.json", plan_file.text(plan)
 
 
 def make_folder(folder: pathlib.Path, *, exist_ok: bool = True) -> None:

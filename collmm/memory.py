@@ -15,6 +15,7 @@ from collmm import report
 from collmm.cost.figures import Chip
 from collmm.hlo.live import live_results
 from collmm.hlo.parse import Module
+from collmm.plan import Plan
 
 _OVERFLOW = (
     re.compile(
@@ -30,7 +31,8 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      peak: the most that is in use at one time; where the compiler gave up, the least that it says
+      peak: what the program needs: arguments, outputs, code, and temporaries as the compiler lays
+        them out, gaps between them too; where the compiler gave up, the least that it says it
         would be.
       arguments, outputs, temporaries, code: what it is made of; outputs that reuse an argument's
         buffer count with the argument. None where the compiler gave up.
@@ -79,7 +81,9 @@ def memory_of(
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     code = stats.generated_code_size_in_bytes
     parts = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or parts + code
+    # peak_memory_in_bytes is no such figure: it counts what is live at one time, without the gaps,
+    # and of a cpu program no temporaries. Not every jax knows the bytes that are allocated.
+    peak = (getattr(stats, "total_allocation_bytes", 0) or parts) + code
     live = live_results(module) if module is not None and module.is_scheduled else None
     return Memory(
         peak=peak,
@@ -146,6 +150,11 @@ def table(rows: Mapping[str, Memory]) -> str:
             size = report.human_bytes(m.excess)
             lines.append(f"{title} does not fit: {least}{size} more{most} of the device")
     return "\n".join(lines)
+
+
+def with_memory(plan: Plan, memories: Mapping[str, Memory]) -> Plan:
+    """Return the plan with the memory of its program, ``"before"`` and ``"after"``."""
+    return dataclasses.replace(plan, memory=tuple(memories.items()))
 
 
 def _bytes(text: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from collmm import plan_file, report
 from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
@@ -19,6 +20,9 @@ from collmm.errors import Reason
 from collmm.options import Options
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, Collective, EinsumSite
+
+if TYPE_CHECKING:
+    from collmm.memory import Memory
 
 MIN_GAIN = 0.02
 """A loop is made only if it saves more than this share of what the site takes now."""
@@ -66,6 +70,8 @@ class Plan:
       program: name of the function.
       min_gain: the share of its time that a loop had to save.
       jax: the version of jax it was made with, or empty.
+      memory: what the program takes on each device, ``"before"`` and ``"after"``, where it was
+        compiled; planning compiles nothing.
     """
 
     decisions: tuple[Decision, ...]
@@ -75,6 +81,7 @@ class Plan:
     program: str = ""
     min_gain: float = MIN_GAIN
     jax: str = ""
+    memory: tuple[tuple[str, Memory], ...] = ()
 
     @property
     def rewritten(self) -> tuple[Decision, ...]:

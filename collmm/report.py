@@ -65,7 +65,26 @@ def plan_table(plan: Plan) -> str:
         f"(policy {plan.policy}; times are predicted, for {plan.chip})"
     )
     notes = [f"note: {plan.note}"] if plan.note else []
-    return "\n".join([table(headers, rows), summary, *notes])
+    return "\n".join([table(headers, rows), summary, *memory_lines(plan), *notes])
+
+
+def memory_lines(plan: Plan) -> list[str]:
+    """Return what the planned program takes on each device, and by how much it does not fit."""
+    if not plan.memory:
+        return []
+    parts = [
+        f"{'' if m.compiled else 'at least '}{human_bytes(m.peak)} {when}"
+        for when, m in plan.memory
+    ]
+    capacity = next((m.capacity for _, m in plan.memory if m.capacity is not None), None)
+    of = "" if capacity is None else f", of {human_bytes(capacity)}"
+    lines = [f"memory of each device, as compiled: {', '.join(parts)}{of}"]
+    for when, m in plan.memory:
+        if m.excess:
+            what = "the plan" if when == "after" else "the original program"
+            least = "" if m.compiled else "at least "
+            lines.append(f"{what} does not fit: {least}{human_bytes(m.excess)} too much")
+    return lines
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -76,6 +95,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "policy": plan.policy,
         "note": plan.note,
         "rewritten": len(plan.rewritten),
+        "memory": {when: m.to_json() for when, m in plan.memory},
         "sites": [_decision_json(d) for d in plan.decisions],
     }
 

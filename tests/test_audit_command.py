@@ -86,8 +86,10 @@ def test_a_program_is_audited_before_and_after(capsys, program, tmp_path):
     assert "model -1" in after
     assert "program.py:9" in out
     names = ["audit.json", "audit.txt", "original.hlo.txt", "overlapped.hlo.txt"]
+    names += ["plan.json", "plan.txt"]
     assert sorted(p.name for p in (tmp_path / "o").iterdir()) == names
     assert (tmp_path / "o" / "audit.txt").read_text() in out
+    assert "memory of each device, as compiled: " in (tmp_path / "o" / "plan.txt").read_text()
     # What was written is read again like anybody's text.
     again = audited(capsys, tmp_path / "o" / "original.hlo.txt", "--target=cpu:8")
     assert "all-gather" in again
@@ -107,6 +109,8 @@ def test_the_json_document_holds_every_collective(capsys, program):
     }
     assert before["predicted"] is None
     assert before["memory"]["gathered"] == 4096
+    assert document["plan"]["memory"]["before"] == before["memory"]
+    assert document["plan"]["memory"]["after"] == after["memory"]
     assert before["fits"] is True
     assert all(c["exposed_s"] is None for c in after["collectives"])
 

@@ -120,6 +120,9 @@ def test_dump_prints_the_plan_and_the_collectives(gather, capsys):
     assert re.search(r"^all-gather +1 +1 +1.0 KiB +- +- +-$", out, re.M)
     # Three steps of a ring of four, each with a shard of 256 bytes or two halves of it.
     assert re.search(r"^collective-permute +- +- +- +\d+ +\d+ +768 B$", out, re.M)
+    assert re.search(
+        r"^memory of each device, as compiled: \S+ \S+ before, \S+ \S+ after$", out, re.M
+    )
     assert "wrote" not in out
 
 
@@ -140,6 +143,7 @@ def test_dump_writes_every_text(gather, tmp_path, capsys):
     assert " all-gather(" not in text["after.hlo.txt"]
     assert json.loads(text["plan.json"])["sites"][0]["file"] == str(gather)
     assert "1 of 1 einsums" in text["plan.txt"]
+    assert "memory of each device, as compiled: " in text["plan.txt"]
 
 
 def test_dump_as_json_is_one_document(gather, tmp_path, capsys):
@@ -151,6 +155,7 @@ def test_dump_as_json_is_one_document(gather, tmp_path, capsys):
     assert "a line of the program" in captured.err
     assert set(document) == {"plan", "collectives", "memory", "compiler_options", "files"}
     assert set(document["memory"]) == {"before", "after"}
+    assert document["plan"]["memory"] == document["memory"]
     assert document["plan"] == json.loads((out / "plan.json").read_text())
     assert {pathlib.Path(f) for f in document["files"]} == {out / name for name in DUMPED}
     before, after = document["collectives"]["before"], document["collectives"]["after"]

@@ -10,7 +10,15 @@ from jax.sharding import PartitionSpec as P
 
 from collmm.cost.hardware import chip
 from collmm.hlo.parse import parse
-from collmm.memory import Memory, compiled_or_overflow, memory_of, overflow_of, table
+from collmm.memory import (
+    Memory,
+    compiled_or_overflow,
+    memory_of,
+    overflow_of,
+    table,
+    with_memory,
+)
+from collmm.plan import Plan
 
 MIB, GIB = 2**20, 2**30
 
@@ -31,7 +39,7 @@ def test_a_compiled_program_is_broken_into_its_parts():
     assert (m.arguments, m.outputs) == (MIB // 2, MIB // 4)
     assert m.gathered == MIB  # one operand is gathered whole
     assert m.temporaries >= m.gathered
-    assert m.peak >= m.arguments + m.outputs
+    assert m.peak >= m.arguments + m.outputs + m.temporaries
     assert (m.capacity, m.excess) == (16_000_000_000, 0)
     bare = memory_of(program)
     assert (bare.gathered, bare.collectives, bare.capacity, bare.excess) == (None, None, None, 0)
@@ -48,6 +56,50 @@ def test_outputs_in_the_buffer_of_an_argument_count_once():
     m = memory_of(types.SimpleNamespace(memory_analysis=lambda: stats))
     assert (m.outputs, m.peak) == (10, 147)
     assert memory_of(types.SimpleNamespace(memory_analysis=lambda: None)) is None
+
+
+def test_what_the_compiler_allocates_is_the_peak_where_it_says():
+    stats = types.SimpleNamespace(
+        argument_size_in_bytes=100,
+        output_size_in_bytes=60,
+        alias_size_in_bytes=0,
+        temp_size_in_bytes=30,
+        generated_code_size_in_bytes=7,
+        peak_memory_in_bytes=150,  # what is live, without the gaps between
+        total_allocation_bytes=180,
+    )
+    assert memory_of(types.SimpleNamespace(memory_analysis=lambda: stats)).peak == 187
+
+
+PLAN = Plan((), "auto", "v5e")
+
+
+def test_a_plan_tells_the_memory_of_its_program():
+    known = with_memory(
+        PLAN,
+        {
+            "before": Memory(3 * GIB, GIB, GIB, GIB, 0, GIB // 2, 0, 4 * GIB),
+            "after": Memory(5 * GIB, GIB, GIB, 3 * GIB, 0, 0, MIB, 4 * GIB),
+        },
+    )
+    assert str(known).splitlines()[-2:] == [
+        "memory of each device, as compiled: 3.0 GiB before, 5.0 GiB after, of 4.0 GiB",
+        "the plan does not fit: 1.0 GiB too much",
+    ]
+    told = known.to_json()["memory"]
+    assert (told["before"]["excess"], told["after"]["excess"]) == (0, GIB)
+    assert hash(known) != hash(PLAN)
+
+
+def test_a_plan_of_a_program_that_never_fitted_says_so():
+    refused = Memory(6 * GIB, capacity=4 * GIB, compiled=False)
+    lines = str(with_memory(PLAN, {"before": refused, "after": Memory(2 * GIB)})).splitlines()
+    assert lines[-2:] == [
+        "memory of each device, as compiled: at least 6.0 GiB before, 2.0 GiB after, of 4.0 GiB",
+        "the original program does not fit: at least 2.0 GiB too much",
+    ]
+    assert "memory" not in str(PLAN)
+    assert PLAN.to_json()["memory"] == {}
 
 
 def test_the_table_says_by_how_much_a_program_does_not_fit():

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -18,6 +19,7 @@ from collmm.cli.command import Command
 from collmm.errors import OptionError
 from collmm.hlo.plot import plot
 from collmm.hlo.trace import trace_events
+from collmm.plan import Plan
 from collmm.programs import open_program
 from collmm.targets import parse_target
 
@@ -63,8 +65,10 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
         dump.make_folder(folder)
     # A program that prints must not break the document.
     with contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext():
-        heading, programs, texts = _audits(arguments[0], values)
-    document = {"heading": heading, "programs": audit_report.to_json(programs)}
+        heading, programs, texts, plan = _audits(arguments[0], values)
+    document: dict[str, Any] = {"heading": heading, "programs": audit_report.to_json(programs)}
+    if plan is not None:
+        document["plan"] = plan.to_json()
     shown = f"{heading}\n\n{audit_report.text(programs, _width())}"
     print(json.dumps(document, indent=1) if values.json else shown)
     timelines = audit_report.timelines(programs)
@@ -75,6 +79,8 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     if folder is not None:
         files = {f"{_file_name(title)}.hlo.txt": text for title, text in texts.items()}
         files |= {"audit.txt": f"{shown}\n", "audit.json": json.dumps(document, indent=1) + "\n"}
+        if plan is not None:
+            files |= dict(dump.plan_texts(plan))
         if timelines:
             files["trace.json"] = json.dumps(trace_events(timelines, heading)) + "\n"
         dump.write(folder, iter(files.items()))
@@ -88,7 +94,7 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
 
 def _audits(
     path: str, values: flags.FlagValues
-) -> tuple[str, Sequence[Audited], Mapping[str, str]]:
+) -> tuple[str, Sequence[Audited], Mapping[str, str], Plan | None]:
     if not auditing.is_program(path):
         for name in (*planning.options(values), "original"):
             if values[name].present:
@@ -96,7 +102,7 @@ def _audits(
         target = None if values.target is None else parse_target(values.target)
         audited, module = auditing.audit_file(path, target, _mesh(values.mesh))
         where = "no target" if target is None else target.name
-        return f"{path}: module {module.name}, {where}", [audited], {}
+        return f"{path}: module {module.name}, {where}", [audited], {}, None
     if values.mesh is not None:
         raise OptionError("--mesh is for a compiled text; a program file has its own MESH")
     program = open_program(path, values.target)
@@ -107,7 +113,7 @@ def _audits(
     if done.plan is not None:
         plan = done.plan
         heading += f": {len(plan.rewritten)} of {len(plan.decisions)} einsums rewritten"
-    return heading, done.programs, done.texts
+    return heading, done.programs, done.texts, done.plan
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:

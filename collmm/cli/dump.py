@@ -50,6 +50,9 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     before, after = ({} if m is None else summarize(m) for m in modules.values())
     memories = {when: c.memory(modules[when]) for when, c in compilers.items()}
     known = {when: m for when, m in memories.items() if m is not None}
+    plan = memory.with_memory(plan, known)
+    if folder is not None:
+        dump.write(folder, dump.plan_texts(plan))
     files = [] if folder is None else [str(folder / name) for name in texts]
     if values.json:
         collectives = {
