@@ -53,6 +53,10 @@ class PlanMismatchWarning(UserWarning):
     """A plan file does not fit, and the program was planned anew, as ``Options`` asked for."""
 
 
+class OverrideWarning(UserWarning):
+    """An override in ``Options`` matches no einsum of the program."""
+
+
 class AnalysisError(CollmmError):
     """The analysis met something it does not understand.
 
@@ -84,7 +88,10 @@ class Reason(enum.Enum):
         "the compiler can run the collective behind independent einsums as it is",
     )
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
+    OVERRIDE = ("override", "an override in Options says 'never'")
     PLAN_FILE = ("plan-file", "the plan file leaves it as it is")
+    MEMORY_BUDGET = ("memory-budget", "every loop for it needs more memory than memory_budget")
+    PERMUTE_BUDGET = ("permute-budget", "its permutes would exceed max_permutes")
     NO_OVERLAP = ("no-overlap", "the einsum was traced under collmm.no_overlap()")
     INSIDE_SHARD_MAP = (
         "inside-shard-map",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from collmm.constraints import read_overrides, read_size
 from collmm.cost.figures import Chip
 from collmm.cost.hardware import CHIPS, load_profile, nearest
 from collmm.errors import OptionError
@@ -27,6 +29,14 @@ class Options:
       strict: raise when the analysis fails, instead of warning and running the original.
       profile: a JSON profile of measured figures, as ``collmm calibrate`` writes it; its rows
         are added to the hardware table or override it. With one row and no ``chip``, that row.
+      min_gain: the part of the predicted time of einsum and collective that a loop must save.
+      memory_budget: bytes per device that one loop may hold besides what the einsum and its
+        collective do: a whole number, or a text such as ``"2GiB"``; None is no limit.
+      max_permutes: the collective-permutes that all loops of the program may have together, in
+        the text of the program; None is no limit.
+      overrides: what happens to single einsums whatever the cost model says, by ``file:line`` or
+        by name scope: ``{"model.py:120": "never", "decoder/mlp": "two-way unrolled"}``. Kept as
+        pairs; the last that matches counts. See ``collmm.constraints``.
       plan: a plan file, as ``Plan.save`` writes it, which decides alone where it fits.
       on_mismatch: what happens where the plan file does not fit: ``"stop"`` raises
         ``PlanMismatch``, ``"replan"`` warns and plans anew.
@@ -39,6 +49,10 @@ class Options:
     chip: str | None = None
     strict: bool = False
     profile: str | os.PathLike[str] | None = None
+    min_gain: float = 0.02
+    memory_budget: int | str | None = None
+    max_permutes: int | None = None
+    overrides: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     plan: str | os.PathLike[str] | None = None
     on_mismatch: str = "stop"
 
@@ -52,6 +66,22 @@ class Options:
             raise OptionError(f"chip={self.chip!r}; {nearest(str(self.chip), table)}")
         if not isinstance(self.strict, bool):
             raise OptionError(f"strict={self.strict!r}; use True or False")
+        gain = self.min_gain
+        number = isinstance(gain, (int, float)) and not isinstance(gain, bool)
+        if not number or not math.isfinite(gain) or not 0 <= gain < 1:
+            raise OptionError(f"min_gain={gain!r}; use a part of the time from 0 to below 1")
+        if self.memory_budget is not None:
+            size = read_size(self.memory_budget, "memory_budget")
+            object.__setattr__(self, "memory_budget", size)
+        most = self.max_permutes
+        if most is not None and (type(most) is not int or most < 0):
+            raise OptionError(f"max_permutes={most!r}; use None or a whole number from 0 up")
+        object.__setattr__(self, "overrides", read_overrides(self.overrides))
+
+    def fits_memory(self, memory_bytes: int) -> bool:
+        """Whether a loop that holds that many bytes more is within ``memory_budget``."""
+        budget = self.memory_budget
+        return budget is None or memory_bytes <= read_size(budget, "memory_budget")
 
     def table(self) -> Mapping[str, Chip]:
         """The hardware table with the rows of the profile, which is read at every call.

@@ -29,7 +29,15 @@ from collmm.sites import Collective, EinsumSite
 # Predicts one site under a schedule that the cost model did not choose.
 Price = Callable[[EinsumSite, Collective, Schedule], Estimate]
 # Reasons that are a choice: a pin may say so of a site that a loop exists for.
-_CHOICES = (Reason.NOT_WORTH, Reason.ALREADY_HIDDEN, Reason.POLICY_NEVER, Reason.PLAN_FILE)
+_CHOICES = (
+    Reason.NOT_WORTH,
+    Reason.ALREADY_HIDDEN,
+    Reason.POLICY_NEVER,
+    Reason.OVERRIDE,
+    Reason.PLAN_FILE,
+    Reason.MEMORY_BUDGET,
+    Reason.PERMUTE_BUDGET,
+)
 
 
 def pin_plan(plan: Plan, pinned: PlanFile, price: Price) -> Plan:

@@ -6,26 +6,25 @@ Pure: planning works on shapes and names, without devices.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collmm import plan_file, report
+from collmm.constraints import Form, Overrides, form_for, read_overrides
 from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
 from collmm.cost.einsum import product_of, time_of
-from collmm.cost.estimate import Estimate, Shared, assumed_ring, plain_s
+from collmm.cost.estimate import Estimate, Shared, assumed_ring, estimate, plain_s
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Hidden, hidden_seconds
 from collmm.errors import Reason
 from collmm.options import Options
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
 
 if TYPE_CHECKING:
     from collmm.memory import Memory
-
-MIN_GAIN = 0.02
-"""A loop is made only if it saves more than this share of what the site takes now."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Plan:
     chip: str
     note: str = ""
     program: str = ""
-    min_gain: float = MIN_GAIN
+    min_gain: float = Options.min_gain
     jax: str = ""
     memory: tuple[tuple[str, Memory], ...] = ()
 
@@ -128,19 +127,19 @@ def make_plan(
     note: str = "",
     program: str = "",
     places: Places = _unknown_place,
-    min_gain: float = MIN_GAIN,
 ) -> Plan:
     """Decide every site on ``chip`` under ``options``.
 
     Args:
       sites: of one program, in program order.
-      options: the policy.
+      options: the policy and the constraints; all but ``max_permutes``, which ``budget`` holds to.
       chip: the hardware row, per device.
       note: about the row, for the plan.
       program: name of the function, for the plan.
       places: where the ring over some axes of a site's mesh lies.
-      min_gain: the share of its time, from 0 to 1, that a loop has to save under ``"auto"``.
     """
+    overrides = read_overrides(options.overrides)
+    sites = [_forbidden(site, overrides) for site in sites]
     hidden = _hidden(sites, chip, places)
     able = {site.index: site for site in sites if site.refusal is None}
     choices = {
@@ -150,29 +149,74 @@ def make_plan(
         alone = [m for m in group if not choices[m.site.index].group]
         if len(alone) > 1:
             choices.update(_shared(alone, choices, chip, places, hidden))
-    decisions = tuple(
-        _decide(site, choices.get(site.index), options.policy, min_gain) for site in sites
+    decisions = []
+    for site in sites:
+        choice = choices.get(site.index)
+        form = form_for(site, overrides)
+        if choice is None:
+            decisions.append(Decision(site, reason=site.refusal, detail=site.detail))
+        elif form is not None:
+            best = _forced(site, choice, form, chip, places)
+            decisions.append(_made(site, choice, best, f"override {form.text!r}"))
+        else:
+            decisions.append(_decide(site, choice, options))
+    return Plan(
+        tuple(decisions), options.policy, chip.name, note, program, min_gain=options.min_gain
     )
-    return Plan(decisions, options.policy, chip.name, note, program, min_gain)
 
 
-def _decide(site: EinsumSite, choice: _Choice | None, policy: str, min_gain: float) -> Decision:
-    if choice is None:
-        return Decision(site, reason=site.refusal, detail=site.detail)
-    best = choice.candidates[0]
-    left = Decision(
+def _forbidden(site: EinsumSite, overrides: Overrides) -> EinsumSite:
+    """Return a site that an override forbids to loop with that refusal."""
+    form = form_for(site, overrides)
+    if site.refusal is not None or form is None or form.loop:
+        return site
+    return dataclasses.replace(site, refusal=Reason.OVERRIDE)
+
+
+def _forced(site: EinsumSite, choice: _Choice, form: Form, chip: Chip, places: Places) -> Candidate:
+    """Return the fastest candidate that has a form, or the fastest one brought into that form.
+
+    An exchange has one form only.
+    """
+    fitting = [c for c in choice.candidates if form.admits(c.schedule)]
+    best = fitting[0] if fitting else choice.candidates[0]
+    if fitting or best.collective.kind == ALL_TO_ALL:
+        return best
+    schedule = form.applied(best.schedule)
+    ring = places(site, best.collective.axes).ring
+    return Candidate(
+        best.collective, schedule, estimate(site, best.collective, schedule, chip, ring)
+    )
+
+
+def _made(site: EinsumSite, choice: _Choice, best: Candidate, detail: str = "") -> Decision:
+    return Decision(
         site,
         best.collective,
+        best.schedule,
         estimate=best.estimate,
+        detail=detail,
         candidates=choice.candidates,
         group=choice.group,
     )
-    if policy == "never":
+
+
+def _decide(site: EinsumSite, choice: _Choice, options: Options) -> Decision:
+    fastest = choice.candidates[0]
+    left = dataclasses.replace(_made(site, choice, fastest), schedule=None)
+    if options.policy == "never":
         return dataclasses.replace(left, reason=Reason.POLICY_NEVER)
-    if policy == "auto" and not best.estimate.pays(min_gain):
-        reason, detail = _why_not(best, min_gain)
+    least = options.min_gain if options.policy == "auto" else -math.inf
+    if not fastest.estimate.pays(least):
+        reason, detail = _why_not(fastest, options.min_gain)
         return dataclasses.replace(left, reason=reason, detail=detail)
-    return dataclasses.replace(left, schedule=best.schedule)
+    paying = [c for c in choice.candidates if c.estimate.pays(least)]
+    fitting = [c for c in paying if options.fits_memory(c.estimate.memory_bytes)]
+    if fitting:
+        return _made(site, choice, fitting[0])
+    needed = report.human_bytes(min(c.estimate.memory_bytes for c in paying))
+    detail = f"it takes {needed} or more"
+    return dataclasses.replace(left, reason=Reason.MEMORY_BUDGET, detail=detail)
 
 
 def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 
-from collmm import _jax, plan_file
+from collmm import _jax, constraints, plan_file
+from collmm.budget import within_permutes
 from collmm.capture import Captured, capture
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hardware import CHIPS, chip, profile_rows
-from collmm.errors import PlanMismatch, PlanMismatchWarning, Reason
+from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
 from collmm.options import Options
 from collmm.partition import DotSharding, partition
@@ -103,7 +104,7 @@ def plan_program(
         )
 
     if pinned is None:
-        return planned(None)
+        return _with_unmatched(planned(None), options)
     made = planned(pinned)
     found = plan_file.differences(pinned, made.plan)
     if not found:
@@ -112,7 +113,17 @@ def plan_program(
         advice = 'make it anew, or set Options(on_mismatch="replan")'
         raise PlanMismatch(plan_file.message(pinned, found, advice), found)
     notice = PlanMismatchWarning(plan_file.message(pinned, found, "planned anew"))
-    return dataclasses.replace(planned(None), notices=(notice,))
+    made = _with_unmatched(planned(None), options)
+    return dataclasses.replace(made, notices=(notice, *made.notices))
+
+
+def _with_unmatched(made: Planned, options: Options) -> Planned:
+    """Add a notice for every override that names no einsum of the program."""
+    sites = [d.site for d in made.plan.decisions]
+    name = f" of {made.plan.program}" if made.plan.program else ""
+    overrides = constraints.read_overrides(options.overrides)
+    lines = constraints.unmatched(overrides, sites, name)
+    return dataclasses.replace(made, notices=tuple(map(OverrideWarning, lines)))
 
 
 def _plan_program(
@@ -132,7 +143,9 @@ def _plan_program(
     def made(sites: Sequence[EinsumSite]) -> Plan:
         plan = make_plan(sites, options, row, note=note, program=name, places=places)
         plan = dataclasses.replace(plan, jax=jax.__version__)
-        return plan if pinned is None else pin_plan(plan, pinned, price)
+        if pinned is not None:
+            return pin_plan(plan, pinned, price)
+        return within_permutes(plan, options, done)
 
     def planned(found: dict[int, DotSharding]) -> Plan:
         return made([_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in dots])
@@ -141,6 +154,7 @@ def _plan_program(
         ring = places(site, collective.axes).ring
         return estimate(site, collective, schedule, row, ring)
 
+    done: dict[int, Decision] = {}
     dots = captured.dots
     places = RingPlaces(meshes, row).place
     if not any(m.size > 1 for m in meshes.values()):
@@ -148,7 +162,6 @@ def _plan_program(
     found, results = partition(captured, in_shardings, out_shardings)
     plan = planned(found)
     free = captured
-    done: dict[int, Decision] = {}
     while sums := next_sums(plan, done):
         done.update((i, plan.decisions[i]) for i in sums)
         free = dataclasses.replace(free, closed=scatter_sums(free, plan, sums, meshes))

@@ -111,3 +111,23 @@ def gather_permutes(n: int) -> int:
 def scatter_permutes(n: int, block: int, chains: int) -> int:
     """Sends of one reduce-scatter ring, each of one part of a block."""
     return (n - 1) * len(scatter_parts(n, False, block, chains))
+
+
+def gather_sends_written(n: int, two_way: bool, unroll: bool) -> int:
+    """Permutes in the text of a gather ring; a rolled one has its loop's body once."""
+    if unroll:
+        return gather_permutes(n)
+    chains = gather_chains(n, two_way)
+    common = min((chain.sends for chain in chains), default=0)
+    looped = len(chains) if common > 1 else 0
+    return len(chains) + looped + any(chain.sends > common for chain in chains)
+
+
+def scatter_sends_written(n: int, block: int, chains: int, unroll: bool) -> int:
+    """Permutes in the text of a reduce-scatter ring; a rolled one has its loop's body once."""
+    count = len(scatter_parts(n, False, block, chains))
+    if unroll or n < 2:
+        return scatter_permutes(n, block, chains)
+    if count == 1:
+        return 1
+    return count * min(n - 1, 3)

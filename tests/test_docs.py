@@ -16,7 +16,7 @@ def test_the_reasons_are_those_of_the_code():
 
 
 def test_the_options_named_are_the_options_there_are():
-    shown = re.search(r"Options\(\s*(policy=[^)]*)\)\s*\)", README)
+    shown = re.search(r"Options\(\s*(policy=[^)]*)\)", README)
     assert shown is not None
     names = re.findall(r"(\w+)=", shown[1])
     assert names == list(Options.__dataclass_fields__)

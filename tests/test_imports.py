@@ -30,7 +30,7 @@ LAYERS = (
         "hlo",
         "hlo.*",
     ),
-    ("report", "plan", "plan_file", "pinning"),
+    ("report", "plan", "plan_file", "pinning", "budget"),
     ("_jax",),
     ("targets", "targets.*"),
     ("topology",),
@@ -48,8 +48,8 @@ LAYERS = (
 
 # Neither these nor anything they import imports jax.
 PURE = (
-    "errors", "einsum", "ring", "schedule", "sites", "options", "report", "plan",
-    "plan_file", "pinning",
+    "errors", "einsum", "ring", "schedule", "sites", "options", "constraints", "report", "plan",
+    "plan_file", "pinning", "budget",
     "cost", "cost.*", "hlo", "hlo.*",
 )  # fmt: skip
 
