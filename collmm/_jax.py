@@ -149,6 +149,11 @@ def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
 eval_jaxpr = _core.eval_jaxpr
 
 
+def has_side_effects(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` does more than give its results; to name a mesh axis is no more."""
+    return any(not isinstance(e, _core.NamedAxisEffect) for e in eqn.effects)
+
+
 # --- primitives ---
 
 
@@ -208,6 +213,13 @@ not_mapped = None  # how both versions spell "has no batch dimension"
 def zero_like(primal: Any) -> Any:
     """Return the symbolic zero tangent of ``primal``."""
     return Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def resharded_like(x: Any, aval: Any) -> Any:
+    """Return ``x`` sharded as the type ``aval`` says, where its type says anything."""
+    if typed_sharding(aval) is None or jax.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
 
 
 def to_front(x: Any, dim: Any, size: int) -> Any:
@@ -727,7 +739,11 @@ def reshape_eqn(like: JaxprEqn, operand: Atom, outvar: Any) -> JaxprEqn:
     """Return the equation that reshapes ``operand`` into ``outvar``, in the context of ``like``."""
     params = {"new_sizes": outvar.aval.shape, "dimensions": None, "sharding": None}
     return like.replace(
-        primitive=jax.lax.reshape_p, invars=[operand], outvars=[outvar], params=params
+        primitive=jax.lax.reshape_p,
+        invars=[operand],
+        outvars=[outvar],
+        params=params,
+        effects=_core.no_effects,
     )
 
 

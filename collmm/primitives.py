@@ -5,6 +5,7 @@ Both act on whole (global) values and carry the shardings they lower to:
 ``all_gather_einsum``: one ring-gathered operand, one or more local operands, one einsum each::
 
     a b = all_gather_einsum[dim=1 ...] x wq wk        # x's dimension 1 is sharded over the ring
+    a g = all_gather_einsum[hand_out=True ...] x wq   # g is x, gathered: the ring's by-product
 
 ``einsum_reduce_scatter``: one or more einsums whose results are summed and scattered on a ring::
 
@@ -63,6 +64,7 @@ def all_gather_einsum(
     dim: int,
     schedule: Schedule,
     mesh: Any,
+    hand_out: bool = False,
 ) -> list[jax.Array]:
     """Einsums of one operand that is gathered on a ring; equal to plain einsums in value.
 
@@ -75,9 +77,10 @@ def all_gather_einsum(
       dim: the dimension that the ring gathers.
       schedule: how the ring runs.
       mesh: a ``jax.sharding.Mesh``.
+      hand_out: give the gathered operand as well, sharded as it is after the gather.
 
     Returns:
-      One result per use, in the use's ``out_dtype``.
+      One result per use, in the use's ``out_dtype``; with ``hand_out`` the gathered operand last.
     """
     return all_gather_einsum_p.bind(
         gathered,
@@ -87,6 +90,7 @@ def all_gather_einsum(
         dim=dim,
         schedule=schedule,
         mesh=mesh,
+        hand_out=hand_out,
     )
 
 
@@ -133,7 +137,7 @@ def pspec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if axes else None for axes in spec))
 
 
-def _without_ring(spec: Spec, dim: int, schedule: Schedule) -> Spec:
+def without_ring(spec: Spec, dim: int, schedule: Schedule) -> Spec:
     """Return ``spec`` with the ring's axes taken off the end of dimension ``dim``."""
     n = len(schedule.axes)
     assert spec[dim][-n:] == schedule.axes, (spec, dim, schedule)
@@ -177,16 +181,17 @@ def finish(out: jax.Array, spec: Spec, base: Spec, summed: Sequence[str]) -> jax
 def _gather_base(use: GatherUse, gathered_spec: Spec, dim: int, schedule: Schedule):
     """Return the axes of each label once the gather is done."""
     consumer = use.consumer
-    whole = _without_ring(gathered_spec, dim, schedule)
+    whole = without_ring(gathered_spec, dim, schedule)
     return label_axes_of(
         (consumer.gathered_labels(), whole), (consumer.local_labels(), use.local_spec)
     )
 
 
-def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
+def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, hand_out):
+    ring = {"gathered_dim": dim, "return_gathered": hand_out}
     if mesh is None:
         consumers = [use.consumer for use in uses]
-        return loops.all_gather_einsum(gathered, locals_, consumers, schedule, gathered_dim=dim)
+        return loops.all_gather_einsum(gathered, locals_, consumers, schedule, **ring)
     consumers, finishers = [], []
     for use in uses:
         partial = use.consumer.partial
@@ -197,15 +202,18 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
         finishers.append((use.out_spec, base, summed))
 
     def body(shard, *locals_):
-        outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, gathered_dim=dim)
-        return [finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
+        outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, **ring)
+        done = [finish(out, *args) for out, args in zip(outs, finishers, strict=False)]
+        return [*done, *outs[len(uses) :]]
 
     in_specs = (pspec(gathered_spec), *(pspec(use.local_spec) for use in uses))
     out_specs = [pspec(use.out_spec) for use in uses]
+    if hand_out:
+        out_specs.append(pspec(without_ring(gathered_spec, dim, schedule)))
     return _jax.shard_map_all(body, mesh, in_specs, out_specs)(gathered, *locals_)
 
 
-def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
+def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, hand_out):
     avals = []
     whole = list(gathered.shape)
     if mesh is None:
@@ -220,6 +228,11 @@ def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mes
             )
             continue
         avals.append(_jax.aval_like((gathered, local), shape, partial.out_dtype, use.out_spec))
+    if hand_out and mesh is None:
+        avals.append(_jax.manual_aval((gathered,), tuple(whole), gathered.dtype, schedule.axes))
+    elif hand_out:
+        spec = without_ring(gathered_spec, dim, schedule)
+        avals.append(_jax.aval_like((gathered,), gathered.shape, gathered.dtype, spec))
     return avals
 
 
@@ -227,14 +240,14 @@ def _ordered(consumer: Consumer, gathered: Any, local: Any) -> tuple[Any, Any]:
     return (local, gathered) if consumer.gathered_operand else (gathered, local)
 
 
-def _gather_jvp(primals, tangents, *, uses, **params):
+def _gather_jvp(primals, tangents, *, uses, hand_out, **params):
     need_mesh(params["mesh"])
     gathered, *locals_ = primals
     gathered_dot, *locals_dot = tangents
-    outs = all_gather_einsum(gathered, locals_, uses, **params)
+    outs = all_gather_einsum(gathered, locals_, uses, hand_out=hand_out, **params)
     dots: list[Any] = [_jax.zero_like(out) for out in outs]
     if type(gathered_dot) is not _jax.Zero:
-        dots = all_gather_einsum(gathered_dot, locals_, uses, **params)
+        dots = all_gather_einsum(gathered_dot, locals_, uses, hand_out=hand_out, **params)
     moving = [i for i, dot in enumerate(locals_dot) if type(dot) is not _jax.Zero]
     if moving:
         new = all_gather_einsum(
@@ -245,14 +258,18 @@ def _gather_jvp(primals, tangents, *, uses, **params):
     return outs, dots
 
 
-def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedule, mesh):
+def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, hand_out):
     need_mesh(mesh)
     ring = {"dim": dim, "schedule": schedule, "mesh": mesh}
-    live = [i for i, ct in enumerate(cts) if type(ct) is not _jax.Zero]
+    live = [i for i, ct in enumerate(cts[: len(uses)]) if type(ct) is not _jax.Zero]
     results: list[Any] = [None] * (1 + len(locals_))
     if _jax.is_undefined_primal(gathered):
         parts = [(cts[i], locals_[i], uses[i]) for i in live]
-        results[0] = _gathered_cotangent(parts, gathered.aval, gathered_spec, ring)
+        total = _gathered_cotangent(parts, gathered.aval, gathered_spec, ring)
+        if hand_out and type(cts[-1]) is not _jax.Zero:
+            # The value handed out is the operand itself, only elsewhere.
+            total = _jax.add_tangents(total, _jax.resharded_like(cts[-1], gathered.aval))
+        results[0] = total
         return results
     wanted = [i for i in live if _jax.is_undefined_primal(locals_[i])]
     if wanted:
@@ -320,7 +337,9 @@ def _same_sums(terms: Sequence[ScatterTerm]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _gather_batch(size, spmd, operands, dims, *, uses, gathered_spec, dim, schedule, mesh):
+def _gather_batch(
+    size, spmd, operands, dims, *, uses, gathered_spec, dim, schedule, mesh, hand_out
+):
     need_mesh(mesh)
     operands, batched = _batch_to_front(operands, dims, size)
     new_uses = []
@@ -344,8 +363,10 @@ def _gather_batch(size, spmd, operands, dims, *, uses, gathered_spec, dim, sched
         dim=dim + batched[0],
         schedule=schedule,
         mesh=mesh,
+        hand_out=hand_out,
     )
-    return outs, [0 if batched[0] or b else _jax.not_mapped for b in batched[1:]]
+    mapped = [batched[0] or b for b in batched[1:]] + [batched[0]] * hand_out
+    return outs, [0 if m else _jax.not_mapped for m in mapped]
 
 
 # --- einsum_reduce_scatter ---

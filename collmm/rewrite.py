@@ -24,6 +24,7 @@ from collmm import _jax
 from collmm.capture import Captured, site_of
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p, moved_spec
+from collmm.hand_out import Notes, hand_out
 from collmm.loops import Consumer
 from collmm.manual import Match
 from collmm.plan import Decision, Plan
@@ -42,7 +43,15 @@ from collmm.rewrite_manual import (
     type_change,
 )
 from collmm.share import share_rings
-from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Spec
+from collmm.sites import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Collective,
+    Spec,
+    trimmed,
+)
 
 # What takes the place of a hand-written collective on a dot's result.
 _AFTER = {
@@ -67,7 +76,7 @@ def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, s
     jaxpr = walker.walk(captured.closed.jaxpr)
     refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
-    closed = closed.replace(jaxpr=share_rings(closed.jaxpr))
+    closed = closed.replace(jaxpr=hand_out(share_rings(closed.jaxpr), walker.notes))
     _check_bound(closed.jaxpr)
     return closed
 
@@ -92,6 +101,7 @@ class _Rewriter:
         self._plan = plan
         self._meshes = meshes
         self.refused: dict[int, str] = {}
+        self.notes = Notes()
 
     def walk(self, jaxpr: Any) -> Any:
         producers: dict[Any, Any] = {}
@@ -144,14 +154,17 @@ class _Rewriter:
             decision = self._plan.decisions[number]
             eqn = self._untagged(eqn, number)
             if not decision.rewritten:
+                self._note_gathers(eqn, decision, None)
                 return [eqn]
             if not decision.site.manual:
                 return self._rewrite_one(eqn, decision, producers, reshards)
             match = self._match(decision)
             if match.operand is None:
                 return [eqn]  # the ring stands where the user's collective was
-            before = manual_exchange if match.kind == ALL_TO_ALL else manual_gather
-            return before(eqn, decision, match)
+            if match.kind == ALL_TO_ALL:
+                return manual_exchange(eqn, decision, match)
+            self.notes.operands[eqn.outvars[0]] = eqn.invars[match.operand]
+            return manual_gather(eqn, decision, match)
         new = {
             (key, index): self.walk(_jax.open_jaxpr(sub))
             for key, index, sub in _jax.jaxprs_in(eqn)
@@ -169,6 +182,7 @@ class _Rewriter:
         site = decision.site
         mesh = self._meshes[site.axis_sizes]
         assert decision.collective is not None
+        self._note_gathers(eqn, decision, decision.collective)
         if decision.collective.kind == ALL_TO_ALL:
             new = _exchange_eqn(eqn, decision, mesh, producers)
         elif decision.collective.kind == ALL_GATHER:
@@ -184,8 +198,24 @@ class _Rewriter:
         change = type_change(eqn.outvars, new)
         if change:
             self.refused[site.index] = change
-            return [eqn]
+            self._note_gathers(eqn, decision, None)
+            new = eqn
         return [new]
+
+    def _note_gathers(self, dot: Any, decision: Decision, looped: Collective | None) -> None:
+        """Note the operands of a dot that the compiler gathers; a ring may hand them out."""
+        site = decision.site
+        mesh = self._meshes.get(site.axis_sizes)
+        if site.manual or mesh is None:
+            return
+        for c in site.collectives:
+            if c.kind != ALL_GATHER or c == looped:
+                continue
+            assert c.operand is not None
+            spec = (site.lhs_spec, site.rhs_spec)[c.operand]
+            self.notes.dots.setdefault(dot.outvars[0], []).append((c.operand, spec, mesh))
+            if not isinstance(dot.invars[c.operand], _jax.Literal):
+                self.notes.gathered.add((dot.invars[c.operand], spec, mesh))
 
 
 def _typed_reshards(jaxpr: Any) -> dict[Any, Any]:
@@ -219,6 +249,7 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
         "dim": dim,
         "schedule": decision.schedule,
         "mesh": mesh,
+        "hand_out": False,
     }
     return _jax.primitive_eqn(
         eqn, all_gather_einsum_p, [gathered, eqn.invars[1 - side]], eqn.outvars, params
@@ -286,17 +317,9 @@ def _before_gather(atom: Any, spec: Spec, producers: dict[Any, Any]) -> Any:
         producer = None if isinstance(atom, _jax.Literal) else producers.get(atom)
         if producer is None or not _jax.is_resharding(producer):
             return atom
-        if _jax.resharding_spec(producer) == _trimmed(spec):
+        if _jax.resharding_spec(producer) == trimmed(spec):
             return atom
         atom = producer.invars[0]
-
-
-def _trimmed(spec: Spec) -> Spec:
-    """Return ``spec`` without trailing whole dimensions, as constraints are compared."""
-    n = len(spec)
-    while n and not spec[n - 1]:
-        n -= 1
-    return spec[:n]
 
 
 def _has_number(jaxpr: Any) -> bool:

@@ -61,6 +61,7 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
         "dim": dim,
         "schedule": decision.schedule,
         "mesh": None,
+        "hand_out": False,
     }
     new = _jax.primitive_eqn(
         dot, all_gather_einsum_p, [block, dot.invars[1 - side]], dot.outvars, params

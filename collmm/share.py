@@ -58,7 +58,7 @@ def share_rings(jaxpr: Any) -> Any:
         new = {
             (key, index): share_rings(_jax.open_jaxpr(sub))
             for key, index, sub in _jax.jaxprs_in(eqn)
-            if _has_rings(_jax.open_jaxpr(sub))
+            if has_rings(_jax.open_jaxpr(sub))
         }
         eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
     eqns = _join_gathers(eqns)
@@ -66,10 +66,11 @@ def share_rings(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _has_rings(jaxpr: Any) -> bool:
+def has_rings(jaxpr: Any) -> bool:
+    """Whether a jaxpr holds one of our rings, in a sub-jaxpr perhaps."""
     return any(
         eqn.primitive in (all_gather_einsum_p, einsum_reduce_scatter_p)
-        or any(_has_rings(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
+        or any(has_rings(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -91,10 +92,10 @@ def _join_gathers(eqns: list[Any]) -> list[Any]:
 
 
 def _gathers_by_source(eqns: list[Any]) -> list[list[int]]:
-    names = _canonical_names(eqns)
+    names = canonical_names(eqns)
     groups: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
-        if eqn.primitive is all_gather_einsum_p:
+        if eqn.primitive is all_gather_einsum_p and not eqn.params["hand_out"]:
             groups.setdefault(_gather_key(eqn, names), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -196,7 +197,7 @@ def _joined_gather(eqns: list[Any]) -> Any:
     return first.replace(invars=invars, outvars=outvars, params=params)
 
 
-def _canonical_names(eqns: list[Any]) -> dict[Any, Any]:
+def canonical_names(eqns: list[Any]) -> dict[Any, Any]:
     """Return, per variable, the first variable that is known to hold the same value."""
     names: dict[Any, Any] = {}
     seen: dict[Any, Any] = {}

@@ -139,6 +139,14 @@ class EinsumSite:
         return complex_factor * total // math.prod(shards.values())
 
 
+def trimmed(spec: Spec) -> Spec:
+    """Return ``spec`` without trailing whole dimensions, as constraints are compared."""
+    n = len(spec)
+    while n and not spec[n - 1]:
+        n -= 1
+    return spec[:n]
+
+
 def shard_shape(
     shape: tuple[int, ...], spec: Spec, axis_sizes: dict[str, int]
 ) -> tuple[int, ...] | None:

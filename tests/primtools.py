@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from collmm.einsum import Einsum
 from collmm.loops import Consumer, PartialEinsum
-from collmm.primitives import GatherUse, ScatterTerm, all_gather_einsum, einsum_reduce_scatter
+from collmm.primitives import (
+    GatherUse,
+    ScatterTerm,
+    all_gather_einsum,
+    einsum_reduce_scatter,
+    without_ring,
+)
 from collmm.schedule import default_schedule
 
 SIZES = {"b": 8, "s": 16, "k": 8, "f": 8, "h": 4}
@@ -82,7 +88,7 @@ class Problem:
 
 def gather(
     uses, gathered, dim, ring="m", *, dtype=jnp.float32, out_dtype=None, preferred=None,
-    schedule=None,
+    schedule=None, hand_out=False,
 ):  # fmt: skip
     """A gather ring.
 
@@ -103,16 +109,26 @@ def gather(
 
     def fn(gathered, *locals_):
         return all_gather_einsum(
-            gathered, locals_, made, gathered_spec=specs[0], dim=dim, schedule=schedule, mesh=mesh
+            gathered,
+            locals_,
+            made,
+            gathered_spec=specs[0],
+            dim=dim,
+            schedule=schedule,
+            mesh=mesh,
+            hand_out=hand_out,
         )
 
     def plain(gathered, *locals_):
-        return [
+        outs = [
             _plain(use.consumer.partial, *((x, gathered) if side else (gathered, x)))
             for use, (_, side, _, _), x in zip(made, uses, locals_, strict=True)
         ]
+        return [*outs, gathered] if hand_out else outs
 
     outs = tuple(use.out_spec for use in made)
+    if hand_out:
+        outs = (*outs, without_ring(specs[0], dim, schedule))
     return Problem(fn, plain, tuple(shapes), tuple(specs), outs, mesh, dtype)
 
 
@@ -180,6 +196,20 @@ GATHERS = {
     ),
     "sum-scattered-over-another-axis": lambda **k: gather(
         [("sk,kf->sf", 0, "d m", "d m")], ("sk", "m d"), 0, **k
+    ),
+    "hand-out": lambda **k: gather(
+        [("bsk,kf->bsf", 0, "- m", "d - m")], ("bsk", "d m -"), 1, hand_out=True, **k
+    ),
+    "hand-out-two-axes": lambda **k: gather(
+        [("sk,kf->sf", 0, "- d,m", "- d,m"), ("sk,fs->fk", 0, "d,m -", "d,m -")],
+        ("sk", "d,m -"),
+        0,
+        "d,m",
+        hand_out=True,
+        **k,
+    ),
+    "hand-out-sum-over-another-axis": lambda **k: gather(
+        [("sk,kf->sf", 0, "d m", "- m")], ("sk", "m d"), 0, hand_out=True, **k
     ),
     "many-uses": lambda **k: gather(
         [

@@ -37,7 +37,7 @@ LAYERS = (
     ("loops", "loops.*", "manual", "dependence"),
     ("capture", "primitives"),
     ("partition", "gate", "surroundings"),
-    ("share", "exchange", "rewrite", "rewrite_manual", "scatter_sums"),
+    ("share", "hand_out", "exchange", "rewrite", "rewrite_manual", "scatter_sums"),
     ("program", "rejit", "dump", "deferred"),
     ("api",),
     ("memory", "prediction", "audit_report", "auditing", "program_file", "programs"),
