@@ -97,7 +97,8 @@ class Events:
             if marker == "start":
                 return Event(i, Role.START, inner, f"chain {chain}")
             return Event(i, Role.DONE if marker == "done" else Role.WORK, key=f"chain {chain}")
-        if i.opcode.endswith("-start") and not is_synchronous(inner.instruction):
+        synchronous = is_synchronous(i) or is_synchronous(inner.instruction)
+        if i.opcode.endswith("-start") and not synchronous:
             return Event(i, Role.START, inner, i.name)
         return Event(i, Role.SYNC, inner, i.name)
 

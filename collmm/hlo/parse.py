@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collmm.errors import HloError
+from collmm.hlo.inline import spelled_out
 from collmm.hlo.instruction import Computation, Instruction, parse_instruction
 from collmm.hlo.metadata import SourceLine, StackTables
 from collmm.hlo.shapes import split_top
@@ -149,12 +150,12 @@ class Module:
         return self.tables.source(instruction.attrs.get("metadata", ""))
 
     def _parse(self, name: str, span: _Span) -> Computation:
-        instructions = tuple(
+        instructions = [
             parse_instruction(text, span.line + 1 + k)
             for k, text in enumerate(self.text(name).split("\n"))
             if text and not text.isspace()
-        )
-        return Computation(name, span.line, span.is_entry, instructions)
+        ]
+        return Computation(name, span.line, span.is_entry, spelled_out(instructions))
 
 
 def parse(text_or_path: str | os.PathLike) -> Module:
