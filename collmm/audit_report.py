@@ -15,6 +15,8 @@ from collmm.hlo.gantt import gantt
 from collmm.memory import Memory
 from collmm.prediction import Candidate, Prediction
 
+_NAMED = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Audited:
@@ -104,13 +106,21 @@ def _row(alike: list[Finding]) -> tuple[str, ...]:
     takes = "unknown" if f.transfer is None else report.seconds(f.transfer)
     every = [x.exposed * x.executed for x in alike if x.exposed is not None and x.executed]
     known = all(x.exposed is not None and x.executed is not None for x in alike)
-    exposed = report.seconds(sum(every)) if known else "unknown"
+    exposed = report.seconds(sum(every)) if known else _each(alike)
     where = f"{os.path.basename(f.source.file)}:{f.source.line}" if f.source else "?"
     verdict = f"{f.verdict.value}: {f.because}"
     if f.behind:
         verdict += f" ({f.behind[0]}{', ...' if len(f.behind) > 1 else ''})"
     size = report.human_bytes(f.bytes)
     return (f.kind, runs, size, ring(f), where, meanwhile(f.work), takes, exposed, verdict)
+
+
+def _each(alike: list[Finding]) -> str:
+    """What is exposed where it is not known how often, or for how long."""
+    each = [x.exposed for x in alike]
+    if None in each:
+        return "unknown"
+    return f"{report.seconds(sum(e for e in each if e))} a run"
 
 
 def ring(f: Finding) -> str:
@@ -122,7 +132,7 @@ def ring(f: Finding) -> str:
     size = len(f.groups[0]) if f.groups else 0
     if f.axes:
         return f"{','.join(f.axes)} x{size}"
-    return f"{len(f.groups)} groups of {size}"
+    return f"{len(f.groups)} group{'' if len(f.groups) == 1 else 's'} of {size}"
 
 
 def meanwhile(work: Sequence[Work]) -> str:
@@ -161,7 +171,9 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
     for c in candidates:
         f = c.finding
         where = f"{os.path.basename(f.source.file)}:{f.source.line}" if f.source else "?"
-        names = ", ".join(e.name for e in c.einsums)
+        names = ", ".join(e.name for e in c.einsums[:_NAMED])
+        if len(c.einsums) > _NAMED:
+            names += f" + {len(c.einsums) - _NAMED} more"
         saving = (
             "unknown" if c.saving is None else report.seconds(c.saving) if c.saving else "nothing"
         )
@@ -189,7 +201,7 @@ def _footing(programs: Sequence[Audited]) -> str:
             lines += [f"{p.title} is predicted from:", *(f"  {s}" for s in p.prediction.sources)]
         if line is not None and line.untimed:
             kinds = Counter(line.untimed.values())
-            what = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+            what = ", ".join(kind if n == 1 else f"{kind} ({n} times)" for kind, n in kinds.items())
             lines.append(f"{p.title}: no time is known for {what}; its totals are lower bounds")
     notes = dict.fromkeys(n for p in programs if p.prediction for n in p.prediction.notes)
     return "\n".join([*lines, *(f"note: {n}" for n in notes)])

@@ -8,6 +8,8 @@ import dataclasses
 import gzip
 import os
 import pathlib
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ from collmm.targets import CompilerOption, Target, apply_environment
 from collmm.targets.options import baseline_for
 
 ORIGINAL, UNDECOMPOSED, OVERLAPPED = "original", "original, own decomposition off", "overlapped"
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _WHEN = {ORIGINAL: "before", OVERLAPPED: "after"}
 
 
@@ -193,15 +196,20 @@ def is_program(path: str | os.PathLike[str]) -> bool:
     except OSError as e:
         raise HloError(f"cannot read {path}: {e.strerror}; name a program file or HLO") from None
     if raw.startswith(b"\x1f\x8b"):
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError, zlib.error):
             raw = gzip.decompress(raw)
     if raw.lstrip().startswith(b"HloModule"):
         return False
     try:
-        tree = ast.parse(raw)
-    except (SyntaxError, ValueError):
+        with warnings.catch_warnings(action="ignore"):  # of what is not Python
+            tree = ast.parse(raw)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return bool(tree.body)
+    # A list of options, as compilers write them, is Python by its grammar too, and not to be run.
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names |= {a.asname or a.name for n in tree.body if isinstance(n, _IMPORTS) for a in n.names}
+    names |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    return bool(names & {"build", "MESH"})
 
 
 def _spelled(value: Any) -> str:

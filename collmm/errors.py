@@ -30,7 +30,11 @@ class CrashError(TargetError):
 
 
 class HloError(CollmmError):
-    """A text is not the HLO this reader knows; the message names the line."""
+    """A text is not the HLO this reader knows; the message names the line, and is cut if long."""
+
+    def __init__(self, message: str):
+        longest = 400  # a line of HLO may have megabytes
+        super().__init__(message if len(message) <= longest else f"{message[:longest]}...")
 
 
 class PlanFileError(OptionError):

@@ -16,6 +16,7 @@ from collmm.capture import CapturedDot
 from collmm.einsum import Einsum
 from collmm.errors import Reason
 from collmm.partition import DotSharding
+from collmm.schedule import MAX_PEERS
 from collmm.sites import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,8 +28,6 @@ from collmm.sites import (
     shard_shape,
 )
 
-# An exchange has one permute per peer, each with a table of its own.
-MAX_PEERS = 16
 # Two elements share a byte: shards of these cannot be sliced at every index.
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 

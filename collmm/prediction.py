@@ -19,12 +19,13 @@ from collmm.hlo.findings import Finding, Verdict
 from collmm.hlo.neighbours import Einsum, einsums_beside
 from collmm.hlo.parse import Module
 from collmm.hlo.timeline import Timeline, timeline
+from collmm.schedule import MAX_PEERS
 from collmm.targets.links import Links
 from collmm.targets.target import Target
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "uint8"}
-# Collectives next to an einsum that a ring of permutes can replace.
-_LOOPABLE = ("all-gather", "reduce-scatter", "all-reduce")
+# Collectives next to an einsum that permutes can replace.
+_LOOPABLE = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 CPU_NOTE = (
     "CPU code runs every collective synchronously and has no figures: this says what is moved, "
     "not what an accelerator would overlap; name a tpu or gpu target for that"
@@ -33,12 +34,13 @@ CPU_NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An exposed collective next to an einsum, which a ring of permutes could overlap.
+    """An exposed collective next to an einsum, which permutes could overlap.
 
     Attributes:
       finding: the collective.
-      einsums: the einsums whose operand it gathers, or whose result it scatters.
-      saving: predicted seconds per run of the program that a ring would hide, by the published
+      einsums: the einsums whose operand it gathers or exchanges, or whose result it scatters or
+        exchanges.
+      saving: predicted seconds per run of the program that they would hide, by the published
         rule; 0 where it would hide nothing, None where a time is not known.
     """
 
@@ -133,6 +135,8 @@ def durations_for(chip: Chip, basis: Basis = "achievable") -> Durations:
 def _beside(module: Module, f: Finding, durations: Durations) -> tuple[Einsum, ...]:
     if f.kind not in _LOOPABLE or f.verdict is Verdict.HIDDEN:
         return ()
+    if f.kind == "all-to-all" and f.groups and len(f.groups[0]) > MAX_PEERS:
+        return ()
     return tuple(einsums_beside(module, f, durations))
 
 
@@ -149,7 +153,10 @@ def _saving(f: Finding, einsums: tuple[Einsum, ...], links: Links) -> float | No
     einsum_s = sum(known)
     # Of an all-reduce the ring takes the reduce-scatter; the gather after it stays.
     rest_s = f.transfer / 2 if f.kind == "all-reduce" else 0.0
-    ring_s = (f.transfer - rest_s) * collectives.slowdown(ring, two_way=ring.size > 2)
+    # The permutes of an exchange use the links that the all-to-all does.
+    exchange = f.kind == "all-to-all"
+    slower = 1.0 if exchange else collectives.slowdown(ring, two_way=ring.size > 2)
+    ring_s = (f.transfer - rest_s) * slower
     after_s = max(einsum_s, ring_s) + 2 * ring_s / ring.size + rest_s
     return f.executed * max(0.0, f.exposed - (after_s - einsum_s))
 

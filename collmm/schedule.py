@@ -13,6 +13,10 @@ from collmm.errors import OptionError
 MAX_UNROLLED_RING = 8
 """Longer rings are rolled by default, so that compile time does not grow with the ring."""
 
+MAX_PEERS = 16
+"""All-to-alls with more peers are not split: an exchange has one permute per peer, each with a
+table of its own."""
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -2,10 +2,16 @@
 
 import os
 
+from hypothesis import settings
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 _COUNT = "--xla_force_host_platform_device_count"
 _others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_COUNT)]
 os.environ["XLA_FLAGS"] = " ".join([*_others, f"{_COUNT}=16"])
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):

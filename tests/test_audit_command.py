@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -164,6 +165,19 @@ def test_the_mesh_that_the_text_spells_names_the_axes(capsys):
     assert "axis_0 x8" in out
 
 
+def test_where_a_loop_does_not_say_how_often_it_runs_one_run_is_told(capsys, tmp_path):
+    text = stored("v5e-jax012-windowed")
+    assert "direction=LT" in text
+    path = tmp_path / "loop.txt"
+    path.write_text(text.replace("direction=LT", "direction=EQ"))
+    out = audited(capsys, path, "--target=tpu:v5e:2x4")
+    assert "no time is known for a loop of unknown length" in out
+    rows = [line for line in out.splitlines() if line.startswith("collective-permute ")]
+    inside = [row for row in rows if re.match(r"collective-permute +\? ", row)]
+    assert inside
+    assert all(re.search(r"[um]s a run ", row) for row in inside)
+
+
 def test_a_compressed_text_is_read(capsys, tmp_path):
     path = tmp_path / "dump.gz"
     path.write_bytes(gzip.compress(stored("gpu-jax012-mlp").encode()))
@@ -173,6 +187,14 @@ def test_a_compressed_text_is_read(capsys, tmp_path):
 def broken(name):
     good = stored("gpu-jax012-mlp")
     return {
+        # These two are Python by its grammar, and are not to be run.
+        "options": "xla_cpu_enable_fast_min_max: false\nxla_backend_optimization_level: 3\n",
+        "pbtxt": "version: 3\n",
+        "nested": good.replace("dot(", f"dot{'(' * 9999}", 1).replace(
+            "custom-call(", "(" * 9999, 1
+        ),
+        "long": f"HloModule {'m' * 10**6}",
+        "missing": good.replace("\n}\n", "\n", 1),
         "truncated": good[: len(good) // 2],
         "unscheduled": good.replace("is_scheduled=true, ", ""),
         "stablehlo": "module @jit_f attributes {mhlo.num_partitions = 8 : i32} {\n  func.func @m\n",
@@ -185,6 +207,11 @@ def broken(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("options", "line 1: expected 'HloModule <name>', found 'xla_cpu_enable_fast_min_max"),
+        ("pbtxt", "line 1: expected 'HloModule <name>', found 'version: 3'"),
+        ("nested", "line 34: expected an opcode and '(' in '(((("),
+        ("long", "without an ENTRY computation; cut off?"),
+        ("missing", "line "),
         ("truncated", "cut off?"),
         ("unscheduled", "line 1: expected is_scheduled=true"),
         ("stablehlo", "line 1: expected 'HloModule <name>', found 'module @jit_f"),
@@ -205,6 +232,10 @@ def test_what_is_no_text_is_one_line(capsys, tmp_path):
     assert "expected 'HloModule <name>'" in refused(capsys, binary)
     torn = tmp_path / "torn.gz"
     torn.write_bytes(gzip.compress(b"HloModule m, is_scheduled=true\n" * 99)[:40])
+    assert f"cannot read {torn}" in refused(capsys, torn)
+    spoilt = bytearray(gzip.compress(stored("gpu-jax012-mlp").encode()))
+    spoilt[200:220] = bytes(20)
+    torn.write_bytes(spoilt)
     assert f"cannot read {torn}" in refused(capsys, torn)
     assert "No such file" in refused(capsys, tmp_path / "absent.hlo")
     assert "No such file" in refused(capsys, tmp_path / "absent.py")

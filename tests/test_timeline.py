@@ -419,6 +419,44 @@ def test_a_permute_has_no_einsum_that_a_loop_could_take():
     assert einsums_beside(mod, f, Durations()) == []
 
 
+def test_an_all_to_all_leads_to_the_einsum_it_feeds():
+    name = "v5e-jax012-a2a"
+    (c,) = predict(parse(stored(name)), target_of(name)).candidates
+    assert c.finding.kind == "all-to-all"
+    (einsum,) = c.einsums
+    assert einsum.source.file == "hlo_programs.py"
+    assert einsum.source.line == c.finding.source.line + 1
+    assert c.saving is not None
+
+
+def test_an_all_to_all_leads_back_to_the_einsum_that_made_it():
+    text = hlo(
+        """
+        %sum (a: f32[], b: f32[]) -> f32[] {
+          %a = f32[] parameter(0)
+          %b = f32[] parameter(1)
+          ROOT %c = f32[] add(%a, %b)
+        }
+
+        ENTRY %main (p: f32[GROUP,64], w: f32[64,32]) -> f32[GROUP,32] {
+          %p = f32[GROUP,64]{1,0} parameter(0)
+          %w = f32[64,32]{1,0} parameter(1)
+          %zero = f32[] constant(0)
+          %y = f32[GROUP,1,32]{2,1,0} dot(%p, %w), lhs_contracting_dims={1}, \
+        rhs_contracting_dims={0}
+          %squeezed = f32[GROUP,32]{1,0} reduce(%y, %zero), dimensions={1}, to_apply=%sum
+          ROOT %x = f32[GROUP,32]{1,0} all-to-all(%squeezed), channel_id=1, \
+        replica_groups=[1,GROUP]<=[GROUP], dimensions={0}
+        }
+        """,
+        header="is_scheduled=true, num_partitions=GROUP",
+    )
+    (c,) = predict(parse(text.replace("GROUP", "16")), None).candidates
+    assert [e.name for e in c.einsums] == ["y"]
+    # An exchange has a permute per peer: it is made among sixteen at most.
+    assert predict(parse(text.replace("GROUP", "32")), None).candidates == ()
+
+
 def test_savings_are_what_the_rule_hides():
     prediction = predict(parse(stored("gpu-jax012-mlp")), target_of("gpu"))
     for c in prediction.candidates:

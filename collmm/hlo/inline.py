@@ -1,8 +1,8 @@
 """Operands that name an element of a tuple, as dumps of newer compilers write them.
 
-    before:  %a = f32[2]{0} negate(%t#1)
-    after:   %t#1 = f32[2]{0} get-tuple-element(%t), index=1
-             %a = f32[2]{0} negate(%t#1)
+before:  %a = f32[2]{0} negate(%t#1)
+after:   %t#1 = f32[2]{0} get-tuple-element(%t), index=1
+         %a = f32[2]{0} negate(%t#1)
 """
 
 from __future__ import annotations

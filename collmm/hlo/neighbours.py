@@ -6,6 +6,7 @@ and so are the other operations of the fusion that holds the einsum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,20 +40,19 @@ class Einsum:
 
 
 def einsums_beside(module: Module, finding: Finding, durations: Durations) -> list[Einsum]:
-    """The einsums that an all-gather brings an operand to, or whose result a reduction takes.
+    """The einsums that a gather brings an operand to, or whose result a reduction takes.
 
-    Collectives of other kinds have none here: no loop takes them.
+    An all-to-all may do either. Collectives of other kinds have none here: no loop takes them.
     """
     computation = module[finding.computation]
     start = computation[finding.name]
-    if finding.kind == "all-gather":
+    found: list[Instruction] = []
+    if finding.kind in ("reduce-scatter", "all-reduce", "all-to-all"):
+        found += _before(module, computation, start)
+    if finding.kind in ("all-gather", "all-to-all"):
         # A synchronous one may be written as a start and a done, too.
         end = computation[finding.done] if finding.done else computation.done_of(start)
-        found = _after(module, computation, end or start)
-    elif finding.kind in ("reduce-scatter", "all-reduce"):
-        found = _before(module, computation, start)
-    else:
-        return []
+        found += _after(module, computation, end or start)
     out = {}
     for i in found:
         duration = durations.of(module, computation, i)
@@ -68,7 +68,7 @@ def _after(module: Module, computation: Computation, i: Instruction) -> Iterator
         uses = [n for n, operand in enumerate(later.operands) if operand in same]
         if not uses:
             continue
-        if later.opcode in _TRANSPARENT or _moves_only(module, later):
+        if _keeps_elements(module, computation, later):
             same.add(later.name)
         elif _is_product(later):
             yield later
@@ -89,7 +89,7 @@ def _before(module: Module, computation: Computation, i: Instruction) -> Iterato
         seen.add(name)
         if _is_product(maker) or _holds_product(module, maker):
             yield maker
-        elif maker.opcode in _TRANSPARENT or _moves_only(module, maker):
+        elif _keeps_elements(module, computation, maker):
             todo += maker.operands
 
 
@@ -102,6 +102,14 @@ def _holds_product(module: Module, i: Instruction) -> bool:
     return callee is not None and any(
         _is_product(inner) or _holds_product(module, inner) for inner in callee
     )
+
+
+def _keeps_elements(module: Module, computation: Computation, i: Instruction) -> bool:
+    """Whether the elements of ``i`` are those of what it reads, but for their place and type."""
+    if i.opcode == "reduce" and not i.shape.is_tuple:  # over dimensions of size 1, to drop them
+        whole = computation.get(i.operands[0])
+        return whole is not None and math.prod(whole.shape.dims) == math.prod(i.shape.dims)
+    return i.opcode in _TRANSPARENT or _moves_only(module, i)
 
 
 def _moves_only(module: Module, i: Instruction) -> bool:

@@ -11,6 +11,7 @@ import gzip
 import mmap
 import os
 import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,10 @@ class Module:
             return kept
         span = self._spans.get(name)
         if span is None:
-            raise HloError(f"module {self.name} has no computation {name!r}; is the text complete?")
+            raise HloError(
+                f"line {self._first_line_with(name)}: the text has no computation {name!r}; "
+                "is it complete?"
+            )
         computation = self._parse(name, span)
         self._kept[name] = computation
         self._kept_size += span.end - span.start
@@ -149,6 +153,11 @@ class Module:
         """The user's line that ``instruction`` comes from; None when the text does not say."""
         return self.tables.source(instruction.attrs.get("metadata", ""))
 
+    def _first_line_with(self, name: str) -> int:
+        """The first line that names ``name``; 1 if none does."""
+        at = max(0, self._buffer.find(name.encode()))
+        return 1 + self._buffer[:at].count(b"\n")
+
     def _parse(self, name: str, span: _Span) -> Computation:
         instructions = [
             parse_instruction(text, span.line + 1 + k)
@@ -182,7 +191,7 @@ def parse(text_or_path: str | os.PathLike) -> Module:
             if path.stat().st_size < _MAPPED:
                 return _index(path.read_bytes())
             return _index(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise HloError(f"cannot read {path}: {e}; expected a file of HLO text") from None
 
 

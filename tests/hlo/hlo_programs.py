@@ -162,9 +162,18 @@ def build(target: str):
 
 
 def main(target: str, out: str, *names: str) -> None:
-    """Compile and store ``{target}-jax{version}-{name}.hlo``, gzipped above 40 kB."""
+    """Compile and store ``{target}-jax{version}-{name}.hlo``, gzipped above 40 kB.
+
+    A name that ends in ``-dumped``, such as ``scan-dumped``, stores what ``--xla_dump_to`` writes
+    instead of what jax prints.
+    """
+    import tempfile
+
+    dumps = tempfile.mkdtemp()
     os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={DEVICES} --xla_dump_to={dumps}"
+    )
     import jax
 
     options = {}
@@ -173,9 +182,12 @@ def main(target: str, out: str, *names: str) -> None:
     version = "".join(p.zfill(2) for p in jax.__version__.split(".")[:2]).lstrip("0").zfill(3)
     programs = build(target)
     for name in names or programs:
-        function, args, more = programs[name]
+        function, args, more = programs[name.removesuffix("-dumped")]
         lowered = jax.jit(function).lower(*args)
         text = lowered.compile(compiler_options={**options, **more}).as_text()
+        if name.endswith("-dumped"):
+            written = Path(dumps).glob(f"*{function.__name__}*after_optimizations.txt")
+            text = max(written, key=os.path.getmtime).read_text()
         text = text.replace(str(Path(__file__).resolve()), Path(__file__).name)
         path = Path(out) / f"{target.partition(':')[0]}-jax{version}-{name}.hlo"
         if len(text) > 40_000:

@@ -309,6 +309,45 @@ def test_a_collective_kernel_started_as_a_fusion(is_sync):
     assert f.verdict is (Verdict.EXPOSED if is_sync else Verdict.HIDDEN)
 
 
+@pytest.mark.parametrize("is_sync", [False, True])
+def test_a_collective_wrapped_in_a_generic_start_may_be_synchronous(is_sync):
+    """Dumps of some GPU compilers write so what jax prints as ``all-to-all-start``."""
+    text = hlo(
+        """
+        %wrapped (q: f32[8,64]) -> f32[8,64] {
+          %q = f32[8,64]{1,0} parameter(0)
+          ROOT %r = f32[8,64]{1,0} all-to-all(%q), channel_id=1, replica_groups=[1,4]<=[4], \
+        dimensions={0}
+        }
+
+        ENTRY %main (p: f32[8,64]) -> f32[8,64] {
+          %p = f32[8,64]{1,0} parameter(0)
+          %s = ((f32[8,64]{1,0}), f32[8,64]{1,0}) async-start(%p), calls=%wrapped, \
+        backend_config=CONFIG
+          WORK
+          ROOT %d = f32[8,64]{1,0} async-done(%s)
+        }
+        """,
+        header="is_scheduled=true, num_partitions=4",
+    )
+    config = f'{{"collective_backend_config":{{"is_sync":{str(is_sync).lower()}}}}}'
+    text = text.replace("CONFIG", config).replace("WORK", work("w", 20))
+    (f,) = judged(parse(text), 10.0)
+    assert (f.kind, f.name, f.bytes, f.asynchronous) == ("all-to-all", "s", 2048, not is_sync)
+    assert f.verdict is (Verdict.EXPOSED if is_sync else Verdict.HIDDEN)
+
+
+def test_a_dump_is_judged_as_what_jax_prints():
+    printed, dumped = (audited(f"gpu-jax012-scan{end}", mesh_axes=LINE) for end in ("", "-dumped"))
+
+    def facts(f):
+        return (f.kind, f.name, f.bytes, f.axes, f.executed, f.verdict, f.because, len(f.work))
+
+    assert len(printed) > 1
+    assert list(map(facts, dumped)) == list(map(facts, printed))
+    assert [f.work for f in dumped] == [f.work for f in printed]
+
+
 def test_a_start_without_its_done_is_unknown():
     (f,) = judged(schedule(f"%s = {PERMUTE}{ONE_WAY}", work("w", 99)), 10.0)
     assert (f.verdict, f.done, f.exposed) == (Verdict.UNKNOWN, None, None)

@@ -38,6 +38,10 @@ def test_every_line_of_the_stored_texts_reads(name):
         assert computation.root.is_root
         defined = set()
         for i in computation:
+            if "#" in i.name:  # an element that the text names where it is used
+                defined.add(i.name)
+                assert i.operands[0] in defined
+                continue
             assert (
                 lines[i.line - 1].removeprefix("  ").removeprefix("ROOT ").startswith(f"%{i.name} ")
             )
@@ -247,3 +251,57 @@ def test_a_schedule_is_required_only_when_asked_for():
 
 def test_fixture_folder_is_small():
     assert sum(p.stat().st_size for p in FIXTURES.iterdir()) < 400_000
+
+
+ELEMENTS = """
+ENTRY %main (p: ((f32[2], f32[3]), f32[4])) -> f32[3] {
+  %p = ((f32[2]{0}, f32[3]{0}), f32[4]{0}) parameter(0)
+  %a = f32[3]{0} negate(%p#0#1)
+  %b = f32[4]{0} negate(%p#1)
+  ROOT %c = f32[3]{0} add(%a, %p#0#1)
+}
+"""
+
+
+def test_elements_named_where_they_are_used_are_spelled_out():
+    entry = parse(hlo(ELEMENTS)).entry
+    assert [i.name for i in entry] == ["p", "p#0", "p#0#1", "a", "p#1", "b", "c"]
+    inner = entry["p#0#1"]
+    assert (inner.opcode, inner.operands, inner.attrs) == (
+        "get-tuple-element",
+        ("p#0",),
+        {"index": "1"},
+    )
+    assert (str(inner.shape), inner.line, inner.is_root) == ("f32[3]{0}", entry["a"].line, False)
+    assert [i.name for i in entry.operands(entry["c"])] == ["a", "p#0#1"]
+
+
+@pytest.mark.parametrize(
+    ("operand", "message"),
+    [
+        ("p#0#2", r"line 5: 'p#0' has 2 elements and no 'p#0#2'"),
+        ("p#1#0", r"line 5: 'p#1' has 0 elements and no 'p#1#0'"),
+    ],
+)
+def test_an_element_that_a_tuple_lacks_is_named_with_its_line(operand, message):
+    with pytest.raises(HloError, match=message):
+        parse(hlo(ELEMENTS.replace("p#0#1", operand, 1))).entry  # noqa: B018
+
+
+def test_an_element_of_what_is_not_defined_is_named():
+    entry = parse(hlo(ELEMENTS.replace("%p#1", "%q#1"))).entry
+    with pytest.raises(HloError, match=r"uses 'q#1' and does not define it"):
+        entry.operands(entry["b"])
+
+
+def test_a_computation_that_is_not_there_is_named_with_the_line_that_needs_it():
+    text = hlo(ELEMENTS.replace("negate(%p#1)", "call(%p#1), to_apply=%gone"))
+    with pytest.raises(HloError, match=r"line 6: the text has no computation 'gone'"):
+        parse(text)["gone"]
+
+
+def test_a_message_about_a_line_of_any_length_is_short():
+    text = hlo(ELEMENTS.replace("f32[4]{0} negate", f"f32[{'4' * 10**6}x]{{0}} negate"))
+    with pytest.raises(HloError, match="line 6: ") as caught:
+        parse(text).entry["b"].shape  # noqa: B018
+    assert len(str(caught.value)) < 500
