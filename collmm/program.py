@@ -17,7 +17,8 @@ from collmm.budget import within_permutes
 from collmm.capture import Captured, capture
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
-from collmm.cost.hardware import CHIPS, chip, profile_rows
+from collmm.cost.hardware import chip, profile_rows
+from collmm.devices import DEFAULT_CHIP, row_of
 from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
 from collmm.options import Options
@@ -30,21 +31,6 @@ from collmm.scatter_sums import next_sums, pin_results, scatter_sums
 from collmm.schedule import Schedule
 from collmm.sites import Collective, EinsumSite
 from collmm.topology import RingPlaces
-
-DEFAULT_CHIP = "v5e"
-# What the devices call themselves, as jax reports it in device_kind.
-_DEVICE_KINDS = {
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-_GPU_NAMES = ("gb200", "b200", "h200", "h100", "a100", "mi300x")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,20 +214,9 @@ def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
 def _detected(meshes: Any) -> tuple[str, str]:
     """The name of the row of the devices, and a line that says so when it was assumed."""
     for mesh in meshes:
-        if not isinstance(mesh, jax.sharding.Mesh):
-            continue
-        device = mesh.devices.flat[0]
-        kind = device.device_kind
-        if kind in _DEVICE_KINDS:
-            return _DEVICE_KINDS[kind], ""
-        for gpu in _GPU_NAMES:
-            if gpu in kind.lower() and gpu in CHIPS:
-                return gpu, ""
-        if device.platform != "cpu":
-            return DEFAULT_CHIP, (
-                f"no hardware row for {kind!r}; planned for {DEFAULT_CHIP}, set Options(chip=...)"
-            )
-    return DEFAULT_CHIP, f"CPU devices have no links to plan for; planned for {DEFAULT_CHIP}"
+        if isinstance(mesh, jax.sharding.Mesh):
+            return row_of(mesh.devices.flat[0])
+    return DEFAULT_CHIP, f"no devices are known yet; planned for {DEFAULT_CHIP}"
 
 
 def _on_known_mesh(site: EinsumSite, meshes: dict[tuple[tuple[str, int], ...], Any]) -> EinsumSite:

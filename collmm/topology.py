@@ -37,10 +37,11 @@ class RingPlaces:
         """Return where the ring over ``axes`` of the site's mesh lies, as far as that is known."""
         key = site.axis_sizes, axes
         if key not in self._known:
-            self._known[key] = self._ask(self._meshes.get(site.axis_sizes), axes)
+            self._known[key] = self.ask(self._meshes.get(site.axis_sizes), axes)
         return self._known[key]
 
-    def _ask(self, mesh: Any, axes: tuple[str, ...]) -> RingPlace:
+    def ask(self, mesh: Any, axes: tuple[str, ...]) -> RingPlace:
+        """Return where the ring over ``axes`` of ``mesh`` lies, as far as that is known."""
         if not isinstance(mesh, jax.sharding.Mesh):
             return RingPlace()
         members = rings.groups(mesh.devices, tuple(mesh.axis_names), axes)

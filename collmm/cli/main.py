@@ -13,12 +13,20 @@ from collections.abc import Sequence
 from absl import logging
 
 import collmm
-from collmm.cli import audit, dump, targets
+from collmm.cli import audit, calibrate, dump, targets
 from collmm.cli.command import Command
 from collmm.cost.hardware import nearest
 from collmm.errors import CollmmError
 
-COMMANDS: dict[str, Command] = {c.name: c for c in (dump.COMMAND, audit.COMMAND, targets.COMMAND)}
+COMMANDS: dict[str, Command] = {
+    c.name: c
+    for c in (
+        dump.COMMAND,
+        audit.COMMAND,
+        calibrate.COMMAND,
+        targets.COMMAND,
+    )
+}
 OK, BAD_INPUT = 0, 2
 
 

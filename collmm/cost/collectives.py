@@ -38,6 +38,8 @@ class Ring:
         hop_s: seconds per hop; on GPUs the latency of one collective.
         launch_s: seconds to start one collective.
         step_s: seconds one step of a permute loop costs besides its transfer.
+        permute_share: the part of the links' rate that a permute achieves.
+        scatter_share: the part of an all-gather's rate that a reduce-scatter achieves.
         note: what had to be assumed, or empty.
     """
 
@@ -53,6 +55,8 @@ class Ring:
     permute_load: tuple[int, int] = (1, 1)
     neighbour_hops: int = 1
     per_chip: int = 1
+    permute_share: float = 1.0
+    scatter_share: float = 1.0
     note: str = ""
 
     @property
@@ -107,6 +111,8 @@ def torus_ring(
         step_s=chip.step_launch.value,
         permute_load=(1, 1) if closed else (1, 2),
         neighbour_hops=1 if closed else size - 1,
+        permute_share=chip.share("permute_share"),
+        scatter_share=chip.share("scatter_share"),
         note=f"{chip.name}: {chip.wrap.source}; taken not to wrap" if unknown else "",
     )
 
@@ -146,6 +152,8 @@ def _switched(chip: Chip, per_node: int, nodes: int, basis: Basis) -> Ring:
         hop_s=chip.hop_latency.value,
         launch_s=chip.launch.value,
         step_s=chip.step_launch.value,
+        permute_share=chip.share("permute_share"),
+        scatter_share=chip.share("scatter_share"),
     )
 
 
@@ -165,12 +173,13 @@ def all_gather_s(ring: Ring, full_bytes: float, two_way: bool = True) -> float:
 
 def reduce_scatter_s(ring: Ring, full_bytes: float, two_way: bool = True) -> float:
     """Seconds of a reduce-scatter whose operand is ``full_bytes``: as an all-gather (book)."""
-    return all_gather_s(ring, full_bytes, two_way)
+    return all_gather_s(ring, full_bytes / ring.scatter_share, two_way)
 
 
 def all_reduce_s(ring: Ring, full_bytes: float, two_way: bool = True) -> float:
     """Seconds of an all-reduce of ``full_bytes``: reduce-scatter, then all-gather (book)."""
-    return 2 * all_gather_s(ring, full_bytes, two_way)
+    scattered = reduce_scatter_s(ring, full_bytes, two_way)
+    return scattered + all_gather_s(ring, full_bytes, two_way)
 
 
 def all_to_all_s(ring: Ring, full_bytes: float) -> float:
@@ -263,6 +272,10 @@ def _gather_rate(ring: Ring, two_way: bool) -> float:
 
 def _permute_rate(ring: Ring, two_way: bool) -> float:
     """Bytes/s at which every member's shard moves on by one member."""
+    return _links_rate(ring, two_way) * ring.permute_share
+
+
+def _links_rate(ring: Ring, two_way: bool) -> float:
     if ring.kind == "torus":
         one_way, both = ring.permute_load
         return ring.link * 2 / both if two_way else ring.link / one_way

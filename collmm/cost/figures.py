@@ -110,6 +110,9 @@ class Chip:
         hop_latency: seconds per hop between neighbours.
         launch: seconds to start one collective.
         step_launch: seconds one step of a permute loop costs besides its transfer.
+        permute_share: the part of the links' rate that a permute achieves, where collectives
+            achieve all of ``link``; None is 1.
+        scatter_share: the same for a reduce-scatter.
     """
 
     name: str
@@ -134,6 +137,13 @@ class Chip:
     devices_per_chip: int = 1
     matrix_tile: int | None = None
     clock: Figure | None = None
+    permute_share: Figure | None = None
+    scatter_share: Figure | None = None
+
+    def share(self, name: str) -> float:
+        """``permute_share`` or ``scatter_share`` as a number."""
+        figure: Figure | None = getattr(self, name)
+        return 1.0 if figure is None else figure.value
 
     def peak(self, dtype: str, precision: str = "default") -> Rate | None:
         """Matrix peak for operands of ``dtype``; None where no source states it.

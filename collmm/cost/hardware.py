@@ -59,8 +59,11 @@ _UNITS = {
     "hop_latency": "s",
     "launch": "s",
     "step_launch": "s",
+    "permute_share": "1",
+    "scatter_share": "1",
 }
-_FIGURES = ("hbm_capacity", "clock", "hop_latency", "launch", "step_launch")
+_SHARES = ("permute_share", "scatter_share")
+_FIGURES = ("hbm_capacity", "clock", "hop_latency", "launch", "step_launch", *_SHARES)
 _COUNTS = ("domain", "torus_dims", "devices_per_chip", "matrix_tile")
 
 
