@@ -154,6 +154,16 @@ def has_side_effects(eqn: JaxprEqn) -> bool:
     return any(not isinstance(e, _core.NamedAxisEffect) for e in eqn.effects)
 
 
+def replay_eqn(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> Any:
+    """Do an equation of one result on other operands, some of its parameters changed.
+
+    In the caller's mesh context: inside a ``shard_map`` that is not the equation's own.
+    """
+    stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack):
+        return eqn.primitive.bind(*args, **{**eqn.params, **changed})
+
+
 # --- primitives ---
 
 

@@ -27,6 +27,7 @@ from collmm.exchange import exchange_einsum_p, moved_spec
 from collmm.hand_out import Notes, hand_out
 from collmm.loops import Consumer
 from collmm.manual import Match
+from collmm.narrow import narrow_rings
 from collmm.plan import Decision, Plan
 from collmm.primitives import (
     GatherUse,
@@ -76,7 +77,8 @@ def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, s
     jaxpr = walker.walk(captured.closed.jaxpr)
     refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
-    closed = closed.replace(jaxpr=hand_out(share_rings(closed.jaxpr), walker.notes))
+    jaxpr = narrow_rings(hand_out(share_rings(closed.jaxpr), walker.notes))
+    closed = _jax.drop_dead(closed.replace(jaxpr=jaxpr))
     _check_bound(closed.jaxpr)
     return closed
 

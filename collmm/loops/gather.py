@@ -6,23 +6,25 @@
                                                   y[s.id] = dot(s, ..)  # depend on each other
                                                   s = t
 
-Any number of einsums share one ring. The gathered label may be free in an einsum (a slice of the
+What travels may be narrower than what is multiplied: with ``unpack``, casts and scales are done on
+each shard as it arrives. Any number of einsums share one ring. The gathered label may be free in an einsum (a slice of the
 result is written), contracting (the local operand is sliced, and the products are summed) or batch
 (the local operand is sliced and a slice of the result is written).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import Array, lax
 
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
 from collmm.loops.ringops import position, put, send, shard_start, take
-from collmm.ring import gather_chains
+from collmm.ring import Chain, gather_chains
 from collmm.schedule import Schedule
 
 
@@ -43,13 +45,14 @@ class Consumer:
 
 
 def all_gather_einsum(
-    shard: Array,
+    shard: Any,
     locals_: Sequence[Array],
     consumers: Sequence[Consumer],
     schedule: Schedule,
     *,
     gathered_dim: int,
     return_gathered: bool = False,
+    unpack: Callable[[Any], Array] | None = None,
 ) -> list[Array]:
     """Einsums of ``all_gather(shard, schedule.axes, axis=gathered_dim, tiled=True)``.
 
@@ -58,16 +61,22 @@ def all_gather_einsum(
     joined in the order of the ring positions. One result per consumer, in its ``out_dtype``;
     with ``return_gathered`` the gathered operand itself comes last. All share ``n - 1`` permutes.
 
+    With ``unpack`` the shard is any pytree of arrays, each of which travels, and ``unpack(shard)``
+    is the block that is multiplied; it must not depend on which device it is done on.
+
     Raises ``OptionError`` when the operands do not fit each other or the mesh.
     """
-    _check(shard, locals_, consumers, schedule.ring_size, gathered_dim)
+    own = shard if unpack is None else unpack(shard)
+    _check(own, locals_, consumers, schedule.ring_size, gathered_dim)
     if schedule.ring_size == 1:
         results = [
-            consumer.partial.dot(*_ordered(consumer, shard, local))
+            consumer.partial.dot(*_ordered(consumer, own, local))
             for consumer, local in zip(consumers, locals_, strict=True)
         ]
-        return [*results, shard] if return_gathered else results
-    ring = Arrivals(schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered)
+        return [*results, own] if return_gathered else results
+    ring = Arrivals(
+        schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered, unpack
+    )
     run = _unrolled if schedule.unroll else _rolled
     states = run(ring, shard, position(schedule))
     return [
@@ -88,13 +97,15 @@ class Arrivals:
     consumers: tuple[Consumer, ...]
     dim: int
     return_gathered: bool
+    unpack: Callable[[Any], Array] | None = None
 
     def empty(self) -> _States:
         """No results yet: the first step makes them."""
         return (None,) * (len(self.consumers) + self.return_gathered)
 
-    def consume(self, states: _States, shard: Array, pos: Array, offset: Any) -> _States:
+    def consume(self, states: _States, shard: Any, pos: Array, offset: Any) -> _States:
         """Multiply the shard at ``offset`` with every local operand."""
+        shard = shard if self.unpack is None else self.unpack(shard)
         n, block = self.schedule.ring_size, shard.shape[self.dim]
         start = shard_start(pos, offset, self.schedule, block)
         new = [
@@ -120,7 +131,7 @@ class Arrivals:
         return put(state, partial.dot(*operands), partial.einsum.out.index(label), start, size)
 
 
-def _unrolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
+def _unrolled(ring: Arrivals, shard: Any, pos: Array) -> _States:
     """Every step written out: the sends of step i first, then the einsums of step i."""
     schedule = ring.schedule
     chains = gather_chains(schedule.ring_size, schedule.two_way)
@@ -128,7 +139,7 @@ def _unrolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     states = ring.empty()
     for i in range(chains[0].sends + 1):
         arriving = [
-            send(x, chain, schedule) if i < chain.sends else x
+            _send(x, chain, schedule) if i < chain.sends else x
             for x, chain in zip(held, chains, strict=True)
         ]
         for k, chain in enumerate(chains):
@@ -140,7 +151,7 @@ def _unrolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     return states
 
 
-def _rolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
+def _rolled(ring: Arrivals, shard: Any, pos: Array) -> _States:
     """A loop whose program does not grow with the ring; the sends are those of the unrolled one.
 
     The own shard is peeled off in front (it makes the results, so no buffer is filled first) and
@@ -150,15 +161,15 @@ def _rolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     chains = gather_chains(schedule.ring_size, schedule.two_way)
     common = min(chain.sends for chain in chains)
 
-    def arrive(held: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(send(x, c, schedule) for x, c in zip(held, chains, strict=True))
+    def arrive(held: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_send(x, c, schedule) for x, c in zip(held, chains, strict=True))
 
-    def consume(states: _States, held: tuple[Array, ...], i: Any) -> _States:
+    def consume(states: _States, held: tuple[Any, ...], i: Any) -> _States:
         for x, chain in zip(held, chains, strict=True):
             states = ring.consume(states, x, pos, chain.gathered_offset(i))
         return states
 
-    def body(i: Array, carry: tuple[tuple[Array, ...], _States]) -> Any:
+    def body(i: Array, carry: tuple[tuple[Any, ...], _States]) -> Any:
         held, states = carry
         return arrive(held), consume(states, held, i)
 
@@ -167,11 +178,15 @@ def _rolled(ring: Arrivals, shard: Array, pos: Array) -> _States:
     if common > 1:
         held, states = lax.fori_loop(1, common, body, (held, states))
     longest = chains[0]
-    extra = [send(held[0], longest, schedule)] if longest.sends > common else []
+    extra = [_send(held[0], longest, schedule)] if longest.sends > common else []
     states = consume(states, held, common)
     for x in extra:
         states = ring.consume(states, x, pos, longest.gathered_offset(longest.sends))
     return states
+
+
+def _send(shard: Any, chain: Chain, schedule: Schedule) -> Any:
+    return jax.tree.map(lambda x: send(x, chain, schedule), shard)
 
 
 def _ordered(consumer: Consumer, gathered: Array, local: Array) -> tuple[Array, Array]:

@@ -1,0 +1,176 @@
+"""Narrow rings: what travels is the narrow value, and each block is made wide where it arrives.
+
+Before::
+
+    b = convert_element_type[bfloat16] x8            # x8: float8, sharded over the ring
+    x = mul b s
+    y = all_gather_einsum[dim=0 ...] x w             # sends bfloat16
+
+after::
+
+    y = narrow_gather_einsum[dim=0 ...] x8 s w       # sends float8, casts and scales on arrival
+
+A scale per element of the gathered dimension travels with its shard; any other stays where it is.
+The casts and products are the user's own, on the same elements in the same order. Refuses (the
+ring stays as it is) when nothing narrower stands behind the operand, and when the ring hands out
+the gathered value, which is wide.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from collmm import _jax, loops
+from collmm.primitives import (
+    all_gather_einsum,
+    all_gather_einsum_p,
+    finish,
+    label_axes_of,
+    need_mesh,
+    pspec,
+    summed_axes,
+    without_ring,
+)
+from collmm.prologue import Leaf, prologue_of
+from collmm.sites import Spec
+
+
+def narrow_rings(jaxpr: Any) -> Any:
+    """Return ``jaxpr`` with narrow values on its rings where there are any, sub-jaxprs too."""
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        new = {
+            (key, index): narrow_rings(_jax.open_jaxpr(sub))
+            for key, index, sub in _jax.jaxprs_in(eqn)
+        }
+        eqn = _jax.with_jaxprs(eqn, new) if new else eqn
+        eqns.append(_narrowed(eqn, producers) if eqn.primitive is all_gather_einsum_p else eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _narrowed(eqn: Any, producers: dict[Any, Any]) -> Any:
+    """Return the ring ``eqn`` with what it sends made narrow; itself where nothing is narrower."""
+    p = dict(eqn.params)
+    if p["mesh"] is None or p.pop("hand_out"):
+        return eqn
+    prologue = prologue_of(eqn.invars[0], producers, p["dim"])
+    if prologue is None:
+        return eqn
+    invars = [*(leaf.var for leaf in prologue.leaves), *eqn.invars[1:]]
+    p["prologue"] = prologue
+    return _jax.primitive_eqn(eqn, narrow_gather_einsum_p, invars, eqn.outvars, p)
+
+
+def travels(leaf: Leaf, dim: int) -> bool:
+    """Whether a leaf is sent along when blocks of ``dim`` travel."""
+    return dim in leaf.dims
+
+
+def leaf_spec(leaf: Leaf, gathered_spec: Spec) -> Spec:
+    """Return the mesh axes per dimension of a leaf of a value that is sharded so."""
+    return tuple(() if d is None else gathered_spec[d] for d in leaf.dims)
+
+
+def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
+    count = len(prologue.leaves)
+    finishers = []
+    for use in uses:
+        consumer = use.consumer
+        whole = without_ring(gathered_spec, dim, schedule)
+        axes = label_axes_of(
+            (consumer.gathered_labels(), whole), (consumer.local_labels(), use.local_spec)
+        )
+        base = tuple(axes[label] for label in consumer.partial.einsum.out)
+        finishers.append((use.out_spec, base, summed_axes(consumer.partial, axes)))
+
+    def body(*operands):
+        outs = _ring(operands[:count], operands[count:], prologue, uses, dim, schedule)
+        return [finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
+
+    in_specs = [
+        *(pspec(leaf_spec(leaf, gathered_spec)) for leaf in prologue.leaves),
+        *(pspec(use.local_spec) for use in uses),
+    ]
+    out_specs = [pspec(use.out_spec) for use in uses]
+    return _jax.shard_map_all(body, mesh, tuple(in_specs), out_specs)(*operands)
+
+
+def _ring(leaves, locals_, prologue, uses, dim, schedule):
+    sent = [travels(leaf, dim) for leaf in prologue.leaves]
+
+    def unpack(moved: Sequence[Any]) -> Any:
+        arrived = iter(moved)
+        blocks = [next(arrived) if s else x for x, s in zip(leaves, sent, strict=True)]
+        return prologue.apply(blocks)
+
+    moved = tuple(x for x, s in zip(leaves, sent, strict=True) if s)
+    consumers = [use.consumer for use in uses]
+    return loops.all_gather_einsum(
+        moved, locals_, consumers, schedule, gathered_dim=dim, unpack=unpack
+    )
+
+
+def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
+    whole = prologue.out.aval.shape
+    first = operands[0]
+    avals = []
+    for local, use in zip(operands[len(prologue.leaves) :], uses, strict=True):
+        partial = use.consumer.partial
+        pair = (local.shape, whole) if use.consumer.gathered_operand else (whole, local.shape)
+        shape = partial.einsum.out_shape(*pair)
+        avals.append(_jax.aval_like((first, local), shape, partial.out_dtype, use.out_spec))
+    return avals
+
+
+# --- derivatives: the values are those of the wide ring, which has its own rules ---
+
+
+def _wide(*operands, prologue, uses, **params):
+    count = len(prologue.leaves)
+    gathered = prologue.apply(operands[:count])
+    return all_gather_einsum(gathered, operands[count:], uses, **params)
+
+
+def _jvp(primals, tangents, **params):
+    need_mesh(params["mesh"])
+    moving = [i for i, t in enumerate(tangents) if type(t) is not _jax.Zero]
+
+    def of_moving(*xs):
+        operands = list(primals)
+        for i, x in zip(moving, xs, strict=True):
+            operands[i] = x
+        return _wide(*operands, **params)
+
+    if not moving:
+        outs = narrow_gather_einsum_p.bind(*primals, **params)
+        return outs, [_jax.zero_like(out) for out in outs]
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _batch(size, spmd, operands, dims, **params):
+    del size
+    need_mesh(params["mesh"])
+    mapped = jax.vmap(
+        functools.partial(_wide, **params), in_axes=tuple(dims), spmd_axis_name=spmd or None
+    )
+    outs = mapped(*operands)
+    return outs, [0] * len(outs)
+
+
+def _transpose(cts, *operands, **params):
+    raise AssertionError("the tangents of a narrow ring are those of the wide one")
+
+
+narrow_gather_einsum_p = _jax.define_primitive(
+    "narrow_gather_einsum",
+    impl=_impl,
+    abstract=_abstract,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+)

@@ -1,0 +1,188 @@
+"""Prologue: the elementwise work between a narrow value and the operand of an einsum.
+
+    x = mul (convert_element_type[bfloat16] x8) s      # x8: float8 or int8; s: a scale
+    y = dot_general x w
+
+Casts and scales are done again on each block of the value, with the equations that the user wrote:
+the same casts, in the same order, on the same elements. So the narrow value can travel and be made
+wide where it arrives.
+
+Refuses (there is no prologue) where nothing narrower than the operand is found behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from collmm import _jax
+
+# Cheap, and the same on a block as on the whole.
+_ELEMENTWISE = frozenset({"convert_element_type", "mul", "div", "add", "sub", "neg"})
+# Longer chains are no dequantisation, and the work is done again for every block.
+_MAX_EQUATIONS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A value that a prologue starts from.
+
+    Attributes:
+      var: the value.
+      dims: per dimension of it the dimension of the result that it runs along; None where it has
+        one element for all.
+    """
+
+    var: Any
+    dims: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prologue:
+    """Equations that make ``out`` of the leaves; ``apply`` does them on blocks.
+
+    Attributes:
+      leaves: what it starts from, each once.
+      eqns: in order.
+      out: the value they make.
+    """
+
+    leaves: tuple[Leaf, ...]
+    eqns: tuple[Any, ...]
+    out: Any
+
+    def apply(self, blocks: Sequence[Any]) -> Any:
+        """Return the block of ``out`` that belongs to one block of each leaf."""
+        whole = tuple(range(self.out.aval.ndim))
+        shape = next(
+            b.shape for leaf, b in zip(self.leaves, blocks, strict=True) if leaf.dims == whole
+        )
+        known = {leaf.var: block for leaf, block in zip(self.leaves, blocks, strict=True)}
+        for eqn in self.eqns:
+            args = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
+            if _jax.is_resharding(eqn):
+                (known[eqn.outvars[0]],) = args
+                continue
+            changed: dict[str, Any] = {"sharding": None} if "sharding" in eqn.params else {}
+            if eqn.primitive.name == "broadcast_in_dim":
+                changed["shape"] = shape
+            known[eqn.outvars[0]] = _jax.replay_eqn(eqn, args, **changed)
+        return known[self.out]
+
+
+def prologue_of(var: Any, producers: Mapping[Any, Any], dim: int) -> Prologue | None:
+    """Return the prologue of ``var`` with the least to send when blocks of ``dim`` travel.
+
+    Args:
+      var: the operand of an einsum.
+      producers: the equation that makes each variable of the same jaxpr.
+      dim: the dimension along which blocks travel.
+
+    Returns:
+      None where nothing takes fewer bytes than ``var`` itself.
+    """
+    if isinstance(var, _jax.Literal) or var.aval.ndim == 0:
+        return None
+    var = before_resharding(var, producers)
+    leaves = _Cut(var.aval.shape, producers, dim).leaves(var)
+    names = {leaf.var for leaf in leaves}
+    whole = tuple(range(var.aval.ndim))
+    if var in names or all(leaf.dims != whole for leaf in leaves):
+        return None  # nothing narrower, or nothing that says how long a block is
+    if len(names) < len(leaves):
+        return None  # one value along two dimensions: its blocks are not the same
+    eqns = _between(var, names, producers)
+    return None if len(eqns) > _MAX_EQUATIONS else Prologue(tuple(leaves), tuple(eqns), var)
+
+
+def before_resharding(var: Any, producers: Mapping[Any, Any]) -> Any:
+    """Return the value that ``var`` is, before anything that only says how it is sharded."""
+    while (eqn := producers.get(var)) is not None and _jax.is_resharding(eqn):
+        (source,) = eqn.invars
+        if isinstance(source, _jax.Literal):
+            break
+        var = source
+    return var
+
+
+def travelling_bytes(leaves: Sequence[Leaf], dim: int) -> int:
+    """Return the bytes of the whole values that travel: those that run along ``dim``."""
+    moved = [leaf.var.aval for leaf in leaves if dim in leaf.dims]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Finds the cheapest values to send from which a value of ``shape`` can be made."""
+
+    shape: tuple[int, ...]
+    producers: Mapping[Any, Any]
+    dim: int
+
+    def leaves(self, var: Any, depth: int = _MAX_EQUATIONS) -> list[Leaf]:
+        var = before_resharding(var, self.producers)
+        itself = [Leaf(var, tuple(range(len(self.shape))))]
+        eqn = self.producers.get(var)
+        if eqn is None or depth == 0 or eqn.effects or len(eqn.outvars) != 1:
+            return itself
+        if eqn.primitive.name == "broadcast_in_dim":
+            found = self._broadcast(eqn)
+        elif eqn.primitive.name in _ELEMENTWISE:
+            found = self._operands(eqn, depth)
+        else:
+            return itself
+        if found is None:
+            return itself
+        fewer = travelling_bytes(found, self.dim) < travelling_bytes(itself, self.dim)
+        return found if fewer else itself
+
+    def _broadcast(self, eqn: Any) -> list[Leaf] | None:
+        (source,) = eqn.invars
+        if isinstance(source, _jax.Literal):
+            return []
+        along = eqn.params["broadcast_dimensions"]
+        return self._leaf(source, along)
+
+    def _operands(self, eqn: Any, depth: int) -> list[Leaf] | None:
+        found: list[Leaf] = []
+        for atom in eqn.invars:
+            if isinstance(atom, _jax.Literal):
+                continue
+            if atom.aval.shape == self.shape:
+                part: list[Leaf] | None = self.leaves(atom, depth - 1)
+            elif atom.aval.ndim in (0, len(self.shape)):
+                part = self._leaf(atom, range(atom.aval.ndim))
+            else:
+                return None
+            if part is None:
+                return None
+            found += [leaf for leaf in part if leaf not in found]
+        return found
+
+    def _leaf(self, var: Any, along: Sequence[int]) -> list[Leaf] | None:
+        var, dims = before_resharding(var, self.producers), []
+        for d, extent in zip(along, var.aval.shape, strict=True):
+            if extent not in (1, self.shape[d]):
+                return None
+            dims.append(d if extent == self.shape[d] else None)
+        return [Leaf(var, tuple(dims))]
+
+
+def _between(var: Any, leaves: set[Any], producers: Mapping[Any, Any]) -> list[Any]:
+    """Return the equations that make ``var`` of ``leaves``, in an order in which they can be done."""
+    done: list[Any] = []
+    seen: set[Any] = set(leaves)
+
+    def visit(atom: Any) -> None:
+        if isinstance(atom, _jax.Literal) or atom in seen:
+            return
+        seen.add(atom)
+        eqn = producers[atom]
+        for operand in eqn.invars:
+            visit(operand)
+        done.append(eqn)
+
+    visit(var)
+    return done
