@@ -211,9 +211,8 @@ class _Rewriter:
         if site.manual or mesh is None:
             return
         for c in site.collectives:
-            if c.kind != ALL_GATHER or c == looped:
+            if c.kind != ALL_GATHER or c == looped or c.operand is None:
                 continue
-            assert c.operand is not None
             spec = (site.lhs_spec, site.rhs_spec)[c.operand]
             self.notes.dots.setdefault(dot.outvars[0], []).append((c.operand, spec, mesh))
             if not isinstance(dot.invars[c.operand], _jax.Literal):
