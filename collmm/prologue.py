@@ -171,7 +171,7 @@ class _Cut:
 
 
 def _between(var: Any, leaves: set[Any], producers: Mapping[Any, Any]) -> list[Any]:
-    """Return the equations that make ``var`` of ``leaves``, in an order in which they can be done."""
+    """Return the equations that make ``var`` of ``leaves``, what is read before what reads it."""
     done: list[Any] = []
     seen: set[Any] = set(leaves)
 

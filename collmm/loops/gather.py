@@ -7,9 +7,9 @@
                                                   s = t
 
 What travels may be narrower than what is multiplied: with ``unpack``, casts and scales are done on
-each shard as it arrives. Any number of einsums share one ring. The gathered label may be free in an einsum (a slice of the
-result is written), contracting (the local operand is sliced, and the products are summed) or batch
-(the local operand is sliced and a slice of the result is written).
+each shard as it arrives. Any number of einsums share one ring. The gathered label may be free in an
+einsum (a slice of the result is written), contracting (the local operand is sliced, and the
+products are summed) or batch (the local operand is sliced and a slice of the result is written).
 """
 
 from __future__ import annotations
