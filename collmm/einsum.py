@@ -171,17 +171,20 @@ class Einsum:
         """
         return 2 * math.prod(self.sizes(lhs_shape, rhs_shape).values())
 
+    def names(self) -> dict[int, str]:
+        """A letter for every label, in order of first appearance."""
+        order = dict.fromkeys((*self.lhs, *self.rhs, *self.out))
+        return {
+            label: string.ascii_letters[i] if i < 52 else f"<{label}>"
+            for i, label in enumerate(order)
+        }
+
     def equation(self, names: Mapping[int, str] | None = None) -> str:
         """The einsum as text for people, such as ``"abc,cd->abd"``.
 
         ``names`` gives a label's name; without it letters in order of first appearance.
         """
-        if names is None:
-            order = dict.fromkeys((*self.lhs, *self.rhs, *self.out))
-            names = {
-                label: string.ascii_letters[i] if i < 52 else f"<{label}>"
-                for i, label in enumerate(order)
-            }
+        names = self.names() if names is None else names
         lhs, rhs, out = (
             "".join(names[label] for label in labels) for labels in (self.lhs, self.rhs, self.out)
         )

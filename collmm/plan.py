@@ -19,6 +19,7 @@ from collmm.cost.estimate import Estimate, Shared, assumed_ring, estimate, plain
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Hidden, hidden_seconds
 from collmm.errors import Reason
+from collmm.explanation import Explanation, explain
 from collmm.options import Options
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
@@ -69,6 +70,7 @@ class Plan:
       program: name of the function.
       min_gain: the share of its time that a loop had to save.
       jax: the version of jax it was made with, or empty.
+      row: the hardware row itself, per device.
       memory: what the program takes on each device, ``"before"`` and ``"after"``, where it was
         compiled; planning compiles nothing.
     """
@@ -80,6 +82,7 @@ class Plan:
     program: str = ""
     min_gain: float = Options.min_gain
     jax: str = ""
+    row: Chip | None = dataclasses.field(default=None, compare=False, repr=False)
     memory: tuple[tuple[str, Memory], ...] = ()
 
     @property
@@ -93,6 +96,10 @@ class Plan:
     def to_json(self) -> dict:
         """Return the plan as plain dicts, lists, numbers and strings."""
         return report.plan_json(self)
+
+    def explain(self) -> Explanation:
+        """Return why every einsum was decided as it was; ``print`` shows it in words."""
+        return explain(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a file that ``Options(plan=...)`` reads.
@@ -161,7 +168,13 @@ def make_plan(
         else:
             decisions.append(_decide(site, choice, options))
     return Plan(
-        tuple(decisions), options.policy, chip.name, note, program, min_gain=options.min_gain
+        tuple(decisions),
+        options.policy,
+        chip.name,
+        note,
+        program,
+        min_gain=options.min_gain,
+        row=chip,
     )
 
 
@@ -184,9 +197,8 @@ def _forced(site: EinsumSite, choice: _Choice, form: Form, chip: Chip, places: P
         return best
     schedule = form.applied(best.schedule)
     ring = places(site, best.collective.axes).ring
-    return Candidate(
-        best.collective, schedule, estimate(site, best.collective, schedule, chip, ring)
-    )
+    times = estimate(site, best.collective, schedule, chip, ring)
+    return Candidate(best.collective, schedule, times, ring, (Shared(site, best.collective),))
 
 
 def _made(site: EinsumSite, choice: _Choice, best: Candidate, detail: str = "") -> Decision:

@@ -30,7 +30,7 @@ LAYERS = (
         "hlo",
         "hlo.*",
     ),
-    ("report", "plan", "plan_file", "pinning", "budget"),
+    ("report", "plan", "plan_file", "pinning", "budget", "breakeven", "explanation"),
     ("_jax",),
     ("targets", "targets.*"),
     ("topology", "devices"),
@@ -50,7 +50,7 @@ LAYERS = (
 # Neither these nor anything they import imports jax.
 PURE = (
     "errors", "einsum", "ring", "schedule", "sites", "options", "constraints", "report", "plan",
-    "plan_file", "pinning", "budget",
+    "plan_file", "pinning", "budget", "breakeven", "explanation",
     "cost", "cost.*", "hlo", "hlo.*",
 )  # fmt: skip
 

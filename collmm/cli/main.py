@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import logging
 
 import collmm
-from collmm.cli import audit, calibrate, dump, targets
+from collmm.cli import audit, calibrate, dump, explain, targets
 from collmm.cli.command import Command
 from collmm.cost.hardware import nearest
 from collmm.errors import CollmmError
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     c.name: c
     for c in (
         dump.COMMAND,
+        explain.COMMAND,
         audit.COMMAND,
         calibrate.COMMAND,
         targets.COMMAND,

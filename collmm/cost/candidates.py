@@ -34,11 +34,23 @@ Places = Callable[[EinsumSite, tuple[str, ...]], RingPlace]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to loop a site, and what it would take."""
+    """One way to loop a site, and what it would take.
+
+    Attributes:
+      collective: the one that is looped.
+      schedule: how.
+      estimate: what it takes.
+      ring: the links that was made with; None where they were assumed.
+      members: the einsums on the ring, the one it was made for first.
+      hidden_s: seconds of the collective that other work hides already.
+    """
 
     collective: Collective
     schedule: Schedule
     estimate: Estimate
+    ring: Ring | None = None
+    members: tuple[Shared, ...] = ()
+    hidden_s: float = 0.0
 
 
 def candidates(
@@ -65,16 +77,12 @@ def candidates(
         place = places(site, collective.axes)
         for schedule in schedules(collective, site.ring_size(collective), chip):
             schedule = dataclasses.replace(schedule, order=place.order)
+            already_s = hidden.get((site.index, collective), 0.0)
             times = estimate(
-                site,
-                collective,
-                schedule,
-                chip,
-                place.ring,
-                sharing=sharing,
-                hidden_s=hidden.get((site.index, collective), 0.0),
+                site, collective, schedule, chip, place.ring, sharing=sharing, hidden_s=already_s
             )
-            found.append(Candidate(collective, schedule, times))
+            members = (Shared(site, collective), *sharing)
+            found.append(Candidate(collective, schedule, times, place.ring, members, already_s))
     return tuple(sorted(found, key=lambda c: c.estimate.after_s - c.estimate.before_s))
 
 
