@@ -19,10 +19,11 @@ Call = Callable[[], Any]
 def interleaved(calls: Sequence[Call], rounds: int) -> list[list[float]]:
     """Return the seconds of ``rounds`` runs of each call, after one that is not counted.
 
-    A call returns jax arrays, which are waited for.
+    A call returns jax arrays, which are waited for. Where it has a ``prepare``, that runs before
+    each call and is not timed.
     """
     for call in calls:
-        jax.block_until_ready(call())
+        _seconds(call)
     taken: list[list[float]] = [[] for _ in calls]
     for r in range(rounds):
         for i in range(len(calls)):
@@ -37,6 +38,9 @@ def medians(calls: Sequence[Call], rounds: int) -> list[float]:
 
 
 def _seconds(call: Call) -> float:
+    prepare = getattr(call, "prepare", None)
+    if prepare is not None:
+        prepare()
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start

@@ -42,6 +42,7 @@ LAYERS = (
     ("api",),
     ("timing", "measuring"),
     ("memory", "prediction", "calibration", "audit_report", "auditing", "program_file", "programs"),
+    ("tuning",),
     ("testing", "verify", "verifying", "workloads", "workloads.*", "bench", "benching"),
     ("",),
     ("cli", "cli.*", "__main__"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import logging
 
 import collmm
-from collmm.cli import audit, calibrate, dump, explain, targets
+from collmm.cli import audit, calibrate, dump, explain, targets, tune
 from collmm.cli.command import Command
 from collmm.cost.hardware import nearest
 from collmm.errors import CollmmError
@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
         explain.COMMAND,
         audit.COMMAND,
         calibrate.COMMAND,
+        tune.COMMAND,
         targets.COMMAND,
     )
 }
