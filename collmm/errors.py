@@ -105,7 +105,11 @@ class Reason(enum.Enum):
         "axis-groups",
         "the collective next to the einsum runs over groups of a mesh axis",
     )
-    UNEVEN_SHARDS = ("uneven-shards", "a sharded dimension is not divisible by its mesh axes")
+    UNEVEN_SHARDS = (
+        "uneven-shards",
+        "the shards fit no ring: a dimension is empty, shards before and after the collective do "
+        "not nest, or their axes stand against the order of the mesh",
+    )
     SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
     MIXED_SLICE = (
         "mixed-slice",

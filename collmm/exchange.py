@@ -13,8 +13,9 @@ import dataclasses
 
 from collmm import _jax, loops
 from collmm.loops import Consumer
-from collmm.primitives import finish, label_axes_of, need_mesh, pspec, summed_axes
+from collmm.primitives import finish, label_axes_of, need_mesh, summed_axes
 from collmm.sites import Spec
+from collmm.uneven import on_shards
 
 
 def _impl(lhs, rhs, *, partial, operand, split_dim, join_dim, specs, schedule, mesh):
@@ -36,8 +37,10 @@ def _impl(lhs, rhs, *, partial, operand, split_dim, join_dim, specs, schedule, m
         out = _exchanged(lhs, rhs, partial, operand, schedule, dims)
         return [finish(out, out_spec, base, summed)]
 
-    in_specs = (pspec(lhs_spec), pspec(rhs_spec))
-    return _jax.shard_map_all(body, mesh, in_specs, [pspec(out_spec)])(lhs, rhs)
+    einsum = partial.einsum
+    # Before and after the exchange alike, a dimension divides by all that ever shards it.
+    ins = [(einsum.lhs, lhs_spec), (einsum.rhs, rhs_spec)]
+    return on_shards(body, mesh, (lhs, rhs), ins, [(einsum.out, out_spec)])
 
 
 def _exchanged(lhs, rhs, partial, operand, schedule, dims):

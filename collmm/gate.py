@@ -2,7 +2,8 @@
 
 Refuses, each with a reason, when: the einsum is not a value of the whole program (inside a
 ``shard_map`` or a kernel), nothing is communicated, only collectives stand next to it that no
-ring replaces, shards are uneven, a sharding splits a mesh axis, or the element types have no loop.
+ring replaces, a dimension is empty or sharded in an order that XLA cannot reshard, a sharding
+splits a mesh axis, or the element types have no loop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
-from typing import Any
 
 from collmm.capture import CapturedDot
 from collmm.einsum import Einsum
@@ -53,9 +53,9 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
     problem = _inconsistent(site, sharding)
     if problem:
         return _refuse(site, Reason.ANALYSIS_FAILED, problem)
-    uneven = _uneven(site, sharding)
-    if uneven:
-        return _refuse(site, Reason.UNEVEN_SHARDS, uneven)
+    unfit = _unfit(site, sharding)
+    if unfit:
+        return _refuse(site, Reason.UNEVEN_SHARDS, unfit)
     site = dataclasses.replace(site, collectives=_collectives(site, sharding))
     return _judge(site, sharding)
 
@@ -135,29 +135,20 @@ def _inconsistent(site: EinsumSite, sharding: DotSharding) -> str:
     return ""
 
 
-def _uneven(site: EinsumSite, sharding: DotSharding) -> str:
-    sizes = dict(site.axis_sizes)
-    gathered_lhs, gathered_rhs = sharding.gathered
+def _unfit(site: EinsumSite, sharding: DotSharding) -> str:
+    """Return which dimension no ring can shard, else ''. Uneven ones are padded."""
     if any(size == 0 for shape in site.shapes for size in shape):
         return "a dimension is empty"
-    checks = (
-        ("lhs", site.shapes[0], _joined(site.lhs_spec, gathered_lhs)),
-        ("rhs", site.shapes[1], _joined(site.rhs_spec, gathered_rhs)),
-        ("result", site.shapes[2], _joined(site.out_spec, sharding.scattered)),
-    )
-    for name, shape, spec in checks:
-        if shard_shape(shape, spec, sizes) is None:
-            return f"{name} of shape {shape} over {_show(spec)}"
-    for name, _, spec in checks:
+    sizes = dict(site.axis_sizes)
+    gathered_lhs, gathered_rhs = sharding.gathered
+    for name, spec in (
+        ("lhs", _joined(site.lhs_spec, gathered_lhs)),
+        ("rhs", _joined(site.rhs_spec, gathered_rhs)),
+        ("result", _joined(site.out_spec, sharding.scattered)),
+    ):
         for axes in spec:
             if _out_of_order(axes, sizes):
                 return f"{name} is sharded over {'+'.join(axes)}, against the order of the mesh"
-    for e in sharding.exchanged:
-        name, shape, spec = checks[2 if e.operand is None else e.operand]
-        other = e.target if e.operand is None else e.source
-        shards = math.prod(sizes[a] for a in (*spec[other], *e.axes))
-        if shape[other] % shards:
-            return f"{name} of shape {shape}, dimension {other} over {shards} devices"
     return ""
 
 
@@ -230,6 +221,8 @@ def _judge(site: EinsumSite, sharding: DotSharding) -> EinsumSite:
         return _refuse(site, Reason.MIXED_SLICE)
     if not site.loopable and sharding.shared:
         return _refuse(site, Reason.SHARED_RESULT)
+    if not site.loopable and sharding.misfit:
+        return _refuse(site, Reason.UNEVEN_SHARDS, "gathered whole and sliced anew")
     return _judge_kinds(site)
 
 
@@ -267,10 +260,4 @@ def _joined(spec: Spec, more: Spec) -> Spec:
 
 
 def _bytes(site: EinsumSite, which: int, spec: Spec, sizes: dict[str, int]) -> int:
-    local = shard_shape(site.shapes[which], spec, sizes)
-    assert local is not None  # _uneven came first
-    return math.prod(local) * site.itemsizes[which]
-
-
-def _show(spec: Any) -> str:
-    return "[" + ", ".join("+".join(axes) or "-" for axes in spec) + "]"
+    return math.prod(shard_shape(site.shapes[which], spec, sizes)) * site.itemsizes[which]

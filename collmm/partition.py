@@ -69,6 +69,8 @@ class DotSharding:
       scattered: axes by which the sum is then sliced, per dimension of the result.
       shared: the sum is used in another way as well.
       exchanged: all-to-alls next to the dot.
+      misfit: shards on either side of a collective are no parts of each other: the value is
+        gathered whole first, and then sliced.
       others: other collectives next to the dot: (operand or None, HLO kind).
       axis_sizes: the mesh, in order.
       refusal: a reason why the shardings could not be read.
@@ -83,6 +85,7 @@ class DotSharding:
     scattered: Spec = ()
     shared: bool = False
     exchanged: tuple[Exchange, ...] = ()
+    misfit: bool = False
     others: tuple[tuple[int | None, str], ...] = ()
     axis_sizes: tuple[tuple[str, int], ...] = ()
     refusal: Reason | None = None
@@ -207,9 +210,13 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
     others: list[tuple[int | None, str]] = []
     exchanged: list[Exchange] = []
     specs: list[Spec] = []
+    misfit = _gathered_first(op.results[0])
     for i, operand in enumerate(op.operands):
         specs.append(reader.spec(operand))
         producer = _producer(operand)
+        if producer is not None and producer.name == "sdy.all_slice":
+            source = _producer(producer.operands[0])
+            misfit |= source is not None and source.name == "sdy.all_gather"
         moved: Spec = ((),) * len(specs[-1])
         if producer is not None and producer.name == "sdy.all_gather":
             moved = reader.moved(producer)
@@ -232,6 +239,7 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
         scattered=scattered,
         shared=shared,
         exchanged=tuple(exchanged),
+        misfit=misfit,
         others=tuple(others),
         axis_sizes=reader.axis_sizes,
     )
@@ -260,6 +268,20 @@ def _read_result(
     if len(slices) == 1 and slices[0].name == "sdy.all_slice":
         return reduced, reader.moved(slices[0]), False
     return reduced, nothing, any(s.name == "sdy.all_slice" for s in slices)
+
+
+def _gathered_first(result: Any) -> bool:
+    """Whether a result, reduced or not, is gathered before it is sliced."""
+    for _ in range(2):
+        users = _users(result)
+        if len(users) != 1:
+            return False
+        result = users[0].results[0] if users[0].results else None
+        if users[0].name == "sdy.all_gather":
+            return any(user.name == "sdy.all_slice" for user in _users(result))
+        if users[0].name != "sdy.all_reduce":
+            return False
+    return False
 
 
 def _note_exchange(

@@ -29,12 +29,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from collmm import _jax, loops
 from collmm.loops import Consumer, PartialEinsum
 from collmm.schedule import Schedule
 from collmm.sites import Spec
+from collmm.uneven import Dims, on_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +132,6 @@ def need_mesh(mesh: Any) -> None:
         )
 
 
-def pspec(spec: Spec) -> PartitionSpec:
-    """Return ``spec`` as jax spells it."""
-    return PartitionSpec(*(axes if axes else None for axes in spec))
-
-
 def without_ring(spec: Spec, dim: int, schedule: Schedule) -> Spec:
     """Return ``spec`` with the ring's axes taken off the end of dimension ``dim``."""
     n = len(schedule.axes)
@@ -206,11 +201,24 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, h
         done = [finish(out, *args) for out, args in zip(outs, finishers, strict=False)]
         return [*done, *outs[len(uses) :]]
 
-    in_specs = (pspec(gathered_spec), *(pspec(use.local_spec) for use in uses))
-    out_specs = [pspec(use.out_spec) for use in uses]
+    dims = [_dims_of(i, use.consumer) for i, use in enumerate(uses)]
+    own = tuple(("gathered", d) for d in range(gathered.ndim))
+    ins = [(local, use.local_spec) for (local, _), use in zip(dims, uses, strict=True)]
+    outs = [(out, use.out_spec) for (_, out), use in zip(dims, uses, strict=True)]
     if hand_out:
-        out_specs.append(pspec(without_ring(gathered_spec, dim, schedule)))
-    return _jax.shard_map_all(body, mesh, in_specs, out_specs)(gathered, *locals_)
+        outs.append((own, without_ring(gathered_spec, dim, schedule)))
+    return on_shards(body, mesh, (gathered, *locals_), [(own, gathered_spec), *ins], outs)
+
+
+def _dims_of(i: int, consumer: Consumer) -> tuple[Dims, Dims]:
+    """Name the dimensions of use ``i``: (local operand's, result's). The gathered one is shared."""
+    labels = consumer.gathered_labels()
+    names = {label: ("gathered", d) for d, label in enumerate(labels)}
+
+    def named(labels):
+        return tuple(names.get(label, (i, label)) for label in labels)
+
+    return named(consumer.local_labels()), named(consumer.partial.einsum.out)
 
 
 def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, hand_out):
@@ -397,8 +405,19 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
         out = loops.einsum_reduce_scatter(triples, dim, schedule)
         return [finish(out, out_spec, tuple(base), rest)]
 
-    in_specs = tuple(pspec(spec) for term in terms for spec in (term.lhs_spec, term.rhs_spec))
-    return _jax.shard_map_all(body, mesh, in_specs, [pspec(out_spec)])(*operands)
+    result = tuple(("result", d) for d in range(len(out_spec)))
+    ins = [named for i, term in enumerate(terms) for named in _term_dims(i, term)]
+    return on_shards(body, mesh, operands, ins, [(result, out_spec)])
+
+
+def _term_dims(i: int, term: ScatterTerm) -> list[tuple[Dims, Spec]]:
+    """Name the dimensions of both operands of term ``i``; those of the result are shared."""
+    einsum = term.partial.einsum
+    names = {label: ("result", d) for d, label in enumerate(einsum.out)}
+    return [
+        (tuple(names.get(label, (i, label)) for label in labels), spec)
+        for labels, spec in ((einsum.lhs, term.lhs_spec), (einsum.rhs, term.rhs_spec))
+    ]
 
 
 def _scatter_abstract(*operands, terms, out_spec, dim, schedule, mesh):

@@ -129,14 +129,11 @@ class EinsumSite:
     def device_flops(self) -> int:
         """Floating-point operations one device spends on the undecomposed einsum."""
         sizes = dict(self.axis_sizes)
-        shards: dict[int, int] = {}
-        for labels, spec in ((self.einsum.lhs, self.lhs_spec), (self.einsum.rhs, self.rhs_spec)):
-            for label, axes in zip(labels, spec, strict=True):
-                shards[label] = math.prod(sizes[a] for a in axes)
-        total = self.einsum.flops(self.shapes[0], self.shapes[1])
+        lhs = shard_shape(self.shapes[0], self.lhs_spec, sizes)
+        rhs = shard_shape(self.shapes[1], self.rhs_spec, sizes)
         # Multiplying a complex number costs four real multiply-adds.
         complex_factor = 4 if self.dtypes[2].startswith("complex") else 1
-        return complex_factor * total // math.prod(shards.values())
+        return complex_factor * self.einsum.flops(lhs, rhs)
 
 
 def trimmed(spec: Spec) -> Spec:
@@ -147,14 +144,7 @@ def trimmed(spec: Spec) -> Spec:
     return spec[:n]
 
 
-def shard_shape(
-    shape: tuple[int, ...], spec: Spec, axis_sizes: dict[str, int]
-) -> tuple[int, ...] | None:
-    """Shape of one device's shard, or None when a dimension does not divide."""
-    out = []
-    for size, axes in zip(shape, spec, strict=True):
-        n = math.prod(axis_sizes[a] for a in axes)
-        if size % n:
-            return None
-        out.append(size // n)
-    return tuple(out)
+def shard_shape(shape: tuple[int, ...], spec: Spec, axis_sizes: dict[str, int]) -> tuple[int, ...]:
+    """Shape of one device's shard; where a dimension does not divide, with its padding."""
+    shards = (math.prod(axis_sizes[a] for a in axes) for axes in spec)
+    return tuple(-(-size // n) for size, n in zip(shape, shards, strict=True))

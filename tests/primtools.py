@@ -50,8 +50,8 @@ def partial_of(equation, dtype, out_dtype, preferred, precision=None):
     return PartialEinsum(einsum, precision, preferred, jnp.dtype(out_dtype or dtype))
 
 
-def shape_of(labels):
-    return tuple(SIZES[x] for x in labels)
+def shape_of(labels, sizes=None):
+    return tuple((sizes or SIZES)[x] for x in labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Problem:
 
 def gather(
     uses, gathered, dim, ring="m", *, dtype=jnp.float32, out_dtype=None, preferred=None,
-    schedule=None, hand_out=False,
+    schedule=None, hand_out=False, sizes=None,
 ):  # fmt: skip
     """A gather ring.
 
@@ -99,12 +99,12 @@ def gather(
     axes = tuple(ring.split(","))
     schedule = schedule or default_schedule(axes, math.prod(mesh.shape[a] for a in axes))
     labels, spec = gathered
-    made, shapes, specs = [], [shape_of(labels)], [spec_of(spec)]
+    made, shapes, specs = [], [shape_of(labels, sizes)], [spec_of(spec)]
     for equation, side, local_spec, out_spec in uses:
         partial = partial_of(equation, dtype, out_dtype, preferred)
         assert labels_of(equation)[side] == labels
         made.append(GatherUse(Consumer(partial, side), spec_of(local_spec), spec_of(out_spec)))
-        shapes.append(shape_of(labels_of(equation)[1 - side]))
+        shapes.append(shape_of(labels_of(equation)[1 - side], sizes))
         specs.append(spec_of(local_spec))
 
     def fn(gathered, *locals_):
@@ -133,8 +133,9 @@ def gather(
 
 
 def scatter(
-    terms, out, dim, ring="m", *, dtype=jnp.float32, out_dtype=None, preferred=None, schedule=None
-):
+    terms, out, dim, ring="m", *, dtype=jnp.float32, out_dtype=None, preferred=None,
+    schedule=None, sizes=None,
+):  # fmt: skip
     """A reduce-scatter ring: ``terms`` of (equation, lhs spec, rhs spec), and the result's spec."""
     mesh = make_mesh()
     axes = tuple(ring.split(","))
@@ -143,7 +144,7 @@ def scatter(
     for equation, lhs_spec, rhs_spec in terms:
         partial = partial_of(equation, dtype, out_dtype, preferred)
         made.append(ScatterTerm(partial, spec_of(lhs_spec), spec_of(rhs_spec)))
-        shapes += [shape_of(labels) for labels in labels_of(equation)[:2]]
+        shapes += [shape_of(labels, sizes) for labels in labels_of(equation)[:2]]
         specs += [spec_of(lhs_spec), spec_of(rhs_spec)]
 
     def pairs(operands):

@@ -34,7 +34,7 @@ LAYERS = (
     ("_jax",),
     ("targets", "targets.*"),
     ("topology", "devices"),
-    ("loops", "loops.*", "manual", "dependence", "prologue"),
+    ("loops", "loops.*", "manual", "dependence", "prologue", "uneven"),
     ("capture", "primitives"),
     ("partition", "gate", "surroundings"),
     ("share", "hand_out", "narrow", "exchange", "rewrite", "rewrite_manual", "scatter_sums"),
