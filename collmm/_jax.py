@@ -315,6 +315,23 @@ def constraint_eqn(var: Var, sharding: Any) -> JaxprEqn:
     return eqn.replace(invars=[var], outvars=[Var(var.aval)])
 
 
+def inlined(fn: Callable, like: JaxprEqn) -> list[JaxprEqn]:
+    """Return the equations of ``fn`` on the operands of ``like``, making its one result."""
+    avals: list[Any] = [v.aval for v in like.invars]
+    closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    jaxpr = open_jaxpr(closed)
+    assert not closed.consts
+    env = dict(zip(jaxpr.invars, like.invars, strict=True))
+    env.update(zip(jaxpr.outvars, like.outvars, strict=True))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            env.setdefault(var, fresh_like(var))
+        invars = [v if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        eqns.append(eqn.replace(invars=invars, outvars=[env[v] for v in eqn.outvars]))
+    return eqns
+
+
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Return how many of a scan's operands are constants, and how many are carried."""
     p = eqn.params

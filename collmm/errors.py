@@ -110,7 +110,7 @@ class Reason(enum.Enum):
         "the shards fit no ring: a dimension is empty, shards before and after the collective do "
         "not nest, or their axes stand against the order of the mesh",
     )
-    SUB_AXIS = ("sub-axis", "the sharding splits a mesh axis into sub-axes")
+    SUB_AXIS = ("sub-axis", "the shardings split a mesh axis into sub-axes that overlap")
     MIXED_SLICE = (
         "mixed-slice",
         "the reduced result is sliced over axes that were not reduced too",

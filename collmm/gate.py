@@ -3,7 +3,7 @@
 Refuses, each with a reason, when: the einsum is not a value of the whole program (inside a
 ``shard_map`` or a kernel), nothing is communicated, only collectives stand next to it that no
 ring replaces, a dimension is empty or sharded in an order that XLA cannot reshard, a sharding
-splits a mesh axis, or the element types have no loop.
+splits a mesh axis into parts that overlap, or the element types have no loop.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
+from typing import Any
 
 from collmm.capture import CapturedDot
 from collmm.einsum import Einsum
@@ -28,6 +29,7 @@ from collmm.sites import (
     shard_shape,
 )
 
+_MISFIT = "the shards before and after the collective do not nest"
 # Two elements share a byte: shards of these cannot be sliced at every index.
 _SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
@@ -141,15 +143,32 @@ def _unfit(site: EinsumSite, sharding: DotSharding) -> str:
         return "a dimension is empty"
     sizes = dict(site.axis_sizes)
     gathered_lhs, gathered_rhs = sharding.gathered
-    for name, spec in (
-        ("lhs", _joined(site.lhs_spec, gathered_lhs)),
-        ("rhs", _joined(site.rhs_spec, gathered_rhs)),
-        ("result", _joined(site.out_spec, sharding.scattered)),
+    for which, (name, spec, more) in enumerate(
+        (
+            ("lhs", site.lhs_spec, gathered_lhs),
+            ("rhs", site.rhs_spec, gathered_rhs),
+            ("result", site.out_spec, sharding.scattered),
+        )
     ):
-        for axes in spec:
+        for dim, axes in enumerate(_joined(spec, more)):
             if _out_of_order(axes, sizes):
                 return f"{name} is sharded over {'+'.join(axes)}, against the order of the mesh"
+            if not _nest(site.shapes[which][dim], spec[dim], axes, sizes):
+                return f"{name}[{dim}] of {site.shapes[which][dim]}: {_MISFIT}"
+    for e in sharding.exchanged:
+        which = 2 if e.operand is None else e.operand
+        spec = (site.lhs_spec, site.rhs_spec, site.out_spec)[which]
+        for dim in (e.source, e.target):
+            axes = spec[dim][: -len(e.axes)] if spec[dim][-len(e.axes) :] == e.axes else spec[dim]
+            if not _nest(site.shapes[which][dim], axes, (*axes, *e.axes), sizes):
+                return f"dimension {dim} of {site.shapes[which]}: {_MISFIT}"
     return ""
+
+
+def _nest(size: int, axes: tuple[str, ...], more: tuple[str, ...], sizes: dict[str, int]) -> bool:
+    """Whether the shards of a dimension over ``axes`` are made of those over ``more`` axes."""
+    few, many = (math.prod(sizes[a] for a in names) for names in (axes, more))
+    return few == 1 or -(-size // few) == -(-size // many) * (many // few)
 
 
 def _out_of_order(axes: tuple[str, ...], sizes: dict[str, int]) -> bool:
@@ -222,7 +241,7 @@ def _judge(site: EinsumSite, sharding: DotSharding) -> EinsumSite:
     if not site.loopable and sharding.shared:
         return _refuse(site, Reason.SHARED_RESULT)
     if not site.loopable and sharding.misfit:
-        return _refuse(site, Reason.UNEVEN_SHARDS, "gathered whole and sliced anew")
+        return _refuse(site, Reason.UNEVEN_SHARDS, _MISFIT)
     return _judge_kinds(site)
 
 

@@ -24,6 +24,7 @@ from collmm import _jax
 from collmm.capture import SITE_KEY, Captured
 from collmm.errors import AnalysisError, Reason
 from collmm.sites import Spec
+from collmm.subaxes import is_part, join_axes, on_split, read_axes, split_axes
 
 # In the order in which the compiler itself runs them.
 _PASSES = (
@@ -31,8 +32,6 @@ _PASSES = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
 )
-_AXIS_LIST = re.compile(r"\{([^{}]*)\}")
-_AXIS = re.compile(r'"([^"]*)"(:\(\d+\)\d+)?')
 _EXCHANGE = re.compile(r"\{([^{}]*)\}: ?(\d+) ?-> ?(\d+)")
 _SITE = re.compile(rf'{SITE_KEY} = "(\d+)"')
 # An sdy collective's own attribute that names, per dimension, the axes it moves.
@@ -41,10 +40,6 @@ _MOVED_AXES = {
     "sdy.all_slice": "slicing_axes",
     "sdy.reduce_scatter": "reduce_scatter_axes",
 }
-
-
-class _SubAxis(Exception):
-    """A sharding names a part of a mesh axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +123,17 @@ def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Seque
     else:
         # Inside another trace the mesh may be known by its axes alone.
         lowered = traced.lower(lowering_platforms=(jax.default_backend(),))
-    return lowered.compiler_ir("stablehlo")
+    return _on_whole_meshes(lowered.compiler_ir("stablehlo"))
+
+
+def _on_whole_meshes(module: Any) -> Any:
+    """Return ``module`` with every split mesh as the mesh it was, and its axes as parts of axes."""
+    split = [a for a in read_meshes(module).values() if any(is_part(axis) for axis, _ in a)]
+    if not split:
+        return module
+    text = module.operation.get_asm(assume_verified=True)
+    with module.context:
+        return ir.Module.parse(join_axes(text, split))
 
 
 def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
@@ -148,8 +153,6 @@ def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
     for number, op in dots:
         try:
             found[number] = _read_dot(op, meshes)
-        except _SubAxis:
-            found[number] = DotSharding(refusal=Reason.SUB_AXIS)
         except AnalysisError as e:
             found[number] = DotSharding(refusal=Reason.ANALYSIS_FAILED, detail=str(e))
     return found
@@ -169,10 +172,9 @@ def _result_specs(module: Any) -> list[Spec | None]:
         text = None
         if attributes is not None and "sdy.sharding" in attributes[i]:
             text = str(attributes[i]["sdy.sharding"])
-        try:
-            specs.append(read_spec(text, ir.RankedTensorType(kind).rank))
-        except _SubAxis:
-            specs.append(None)
+        spec = read_spec(text, ir.RankedTensorType(kind).rank)
+        named = not any(is_part(axis) for axes in spec for axis in axes)
+        specs.append(spec if named else None)
     return specs
 
 
@@ -198,7 +200,7 @@ def read_spec(attribute: str | None, ndim: int) -> Spec:
         return ((),) * ndim
     # <@mesh, [{"x"}, {}], replicated={...}>: only the bracket speaks of dimensions.
     body = attribute[attribute.index("[") :]
-    spec = _axis_lists(body[: body.index("]") + 1])
+    spec = read_axes(body[: body.index("]") + 1])
     if len(spec) != ndim:
         raise AnalysisError(f"sharding {attribute} does not fit a value of rank {ndim}")
     return spec
@@ -230,19 +232,55 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
     if len(users) == 1 and users[0].name == "sdy.all_to_all":
         _note_exchange(users[0], None, exchanged, others)
     reduced, scattered, shared = _read_result(op.results[0], reader, len(out), others)
-    return DotSharding(
-        lhs=specs[0],
-        rhs=specs[1],
-        out=out,
-        gathered=(gathered[0], gathered[1]),
-        reduced=reduced,
-        scattered=scattered,
-        shared=shared,
-        exchanged=tuple(exchanged),
-        misfit=misfit,
-        others=tuple(others),
-        axis_sizes=reader.axis_sizes,
+    return _on_split_mesh(
+        DotSharding(
+            lhs=specs[0],
+            rhs=specs[1],
+            out=out,
+            gathered=(gathered[0], gathered[1]),
+            reduced=reduced,
+            scattered=scattered,
+            shared=shared,
+            exchanged=tuple(exchanged),
+            misfit=misfit,
+            others=tuple(others),
+            axis_sizes=reader.axis_sizes,
+        )
     )
+
+
+def _on_split_mesh(dot: DotSharding) -> DotSharding:
+    """Return ``dot`` with its mesh split where a sharding names a part of an axis."""
+    specs = (dot.lhs, dot.rhs, dot.out, *dot.gathered, dot.scattered)
+    named = [axes for spec in specs for axes in spec]
+    named += [dot.reduced, *(e.axes for e in dot.exchanged)]
+    if not any(is_part(axis) for axes in named for axis in axes):
+        return dot
+    sizes = split_axes(dot.axis_sizes, [axis for axes in named for axis in axes])
+    if sizes is None:
+        return DotSharding(refusal=Reason.SUB_AXIS, detail=_parts_of(named))
+
+    def split(spec: Spec) -> Spec:
+        return tuple(on_split(axes, sizes) for axes in spec)
+
+    return dataclasses.replace(
+        dot,
+        lhs=split(dot.lhs),
+        rhs=split(dot.rhs),
+        out=split(dot.out),
+        gathered=(split(dot.gathered[0]), split(dot.gathered[1])),
+        reduced=on_split(dot.reduced, sizes),
+        scattered=split(dot.scattered),
+        exchanged=tuple(
+            dataclasses.replace(e, axes=on_split(e.axes, sizes)) for e in dot.exchanged
+        ),
+        axis_sizes=sizes,
+    )
+
+
+def _parts_of(named: Sequence[tuple[str, ...]]) -> str:
+    parts = sorted({axis for axes in named for axis in axes if is_part(axis)})
+    return f"parts that overlap: {', '.join(parts)}"
 
 
 def _read_result(
@@ -263,7 +301,7 @@ def _read_result(
         return tuple(a for axes in moved for a in axes), moved, False
     if user.name != "sdy.all_reduce":
         return (), nothing, False
-    (reduced,) = _axis_lists(str(user.attributes["reduction_axes"])) or ((),)
+    (reduced,) = read_axes(str(user.attributes["reduction_axes"])) or ((),)
     slices = _users(user.results[0])
     if len(slices) == 1 and slices[0].name == "sdy.all_slice":
         return reduced, reader.moved(slices[0]), False
@@ -291,7 +329,7 @@ def _note_exchange(
     others: list[tuple[int | None, str]],
 ) -> None:
     moves = _EXCHANGE.findall(str(op.attributes["params"]))
-    axes = _axis_lists("{" + moves[0][0] + "}")[0] if len(moves) == 1 else ()
+    axes = read_axes("{" + moves[0][0] + "}")[0] if len(moves) == 1 else ()
     if axes:
         exchanged.append(Exchange(operand, axes, int(moves[0][1]), int(moves[0][2])))
     else:
@@ -306,7 +344,7 @@ class _Reader:
         self.axis_sizes: tuple[tuple[str, int], ...] = ()
 
     def moved(self, op: Any) -> Spec:
-        return _axis_lists(str(op.attributes[_MOVED_AXES[op.name]]))
+        return read_axes(str(op.attributes[_MOVED_AXES[op.name]]))
 
     def spec(self, value: Any) -> Spec:
         """Return the sharding of ``value``; a value without one is whole on every device."""
@@ -372,22 +410,6 @@ def _split_shardings(text: str) -> list[str]:
             if depth == 0:
                 parts.append(text[start : i + 1])
     return parts
-
-
-def _axis_lists(text: str) -> Spec:
-    """Read ``[{}, {"x", "y"}]`` as ``((), ("x", "y"))``; sub-axes are refused."""
-    lists = []
-    for group in _AXIS_LIST.findall(text):
-        axes = _AXIS.findall(group)
-        if any(sub for _, sub in axes):
-            raise _SubAxis
-        lists.append(tuple(name for name, _ in axes))
-    if not lists and '"' in text:  # a flat list of axes, as a reduction has
-        axes = _AXIS.findall(text)
-        if any(sub for _, sub in axes):
-            raise _SubAxis
-        lists.append(tuple(name for name, _ in axes))
-    return tuple(lists)
 
 
 def _read_mesh(text: str) -> tuple[tuple[str, int], ...]:

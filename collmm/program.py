@@ -27,9 +27,10 @@ from collmm.pinning import pin_plan
 from collmm.plan import Decision, Plan, make_plan
 from collmm.plan_file import PlanFile
 from collmm.rewrite import rewrite
-from collmm.scatter_sums import next_sums, pin_results, scatter_sums
+from collmm.scatter_sums import next_sums, pin_results, plain_sums, scatter_sums
 from collmm.schedule import Schedule
 from collmm.sites import Collective, EinsumSite
+from collmm.subaxes import AxisSizes, share_splits, whole_axes
 from collmm.topology import RingPlaces
 
 
@@ -134,7 +135,8 @@ def _plan_program(
         return within_permutes(plan, options, done)
 
     def planned(found: dict[int, DotSharding]) -> Plan:
-        return made([_on_known_mesh(make_site(d, found.get(d.index)), meshes) for d in dots])
+        sites = share_splits([make_site(d, found.get(d.index)) for d in dots])
+        return made([_on_known_mesh(site, meshes) for site in sites])
 
     def price(site: EinsumSite, collective: Collective, schedule: Schedule) -> Estimate:
         ring = places(site, collective.axes).ring
@@ -151,15 +153,17 @@ def _plan_program(
     while sums := next_sums(plan, done):
         done.update((i, plan.decisions[i]) for i in sums)
         free = dataclasses.replace(free, closed=scatter_sums(free, plan, sums, meshes))
-        mesh = meshes[plan.decisions[min(sums)].site.axis_sizes]
+        mesh = meshes[whole_axes(plan.decisions[min(sums)].site.axis_sizes)]
         pinned_results = pin_results(free.closed, results, out_shardings, mesh)
         captured = dataclasses.replace(free, closed=pinned_results)
         # What follows a scattered sum lies on shards now: ask again where the gathers are.
-        found, _ = partition(captured, in_shardings, out_shardings)
+        plain = dataclasses.replace(captured, closed=plain_sums(captured.closed))
+        found, _ = partition(plain, in_shardings, out_shardings)
         plan = _with_decisions(planned(found), done)
     if not plan.rewritten:
         return Planned(plan, closed)
-    first = [m for d in plan.rewritten if (m := meshes.get(d.site.axis_sizes)) is not None]
+    rewritten = [whole_axes(d.site.axis_sizes) for d in plan.rewritten]
+    first = [meshes[axis_sizes] for axis_sizes in rewritten if axis_sizes in meshes]
     if keep_results and not done and first and isinstance(first[0], jax.sharding.Mesh):
         pinned_results = pin_results(captured.closed, results, out_shardings, first[0])
         captured = dataclasses.replace(captured, closed=pinned_results)
@@ -182,14 +186,12 @@ def _with_decisions(plan: Plan, known: dict[int, Decision]) -> Plan:
     return dataclasses.replace(plan, decisions=decisions)
 
 
-def find_meshes(
-    captured: Captured, shardings: Sequence[Any], mesh: Any
-) -> dict[tuple[tuple[str, int], ...], Any]:
+def find_meshes(captured: Captured, shardings: Sequence[Any], mesh: Any) -> dict[AxisSizes, Any]:
     """Return every mesh that the program names, by its axes and their sizes."""
     candidates = [getattr(s, "mesh", None) for s in shardings]
     candidates += [getattr(s, "mesh", None) for s in _jax.constraint_shardings(captured.closed)]
     candidates.append(mesh)
-    found: dict[tuple[tuple[str, int], ...], Any] = {}
+    found: dict[AxisSizes, Any] = {}
     # A mesh with devices before one without: the same axes, but it can name its hardware.
     for kind in (jax.sharding.Mesh, jax.sharding.AbstractMesh):
         for m in candidates:
@@ -219,11 +221,24 @@ def _detected(meshes: Any) -> tuple[str, str]:
     return DEFAULT_CHIP, f"no devices are known yet; planned for {DEFAULT_CHIP}"
 
 
-def _on_known_mesh(site: EinsumSite, meshes: dict[tuple[tuple[str, int], ...], Any]) -> EinsumSite:
-    known = site.manual or site.axis_sizes in meshes
-    if site.refusal is None and not known:
+def _on_known_mesh(site: EinsumSite, meshes: dict[AxisSizes, Any]) -> EinsumSite:
+    """Refuse a site on a mesh that nobody named; add the split mesh of one that names sub-axes."""
+    if site.refusal is not None or site.manual or site.axis_sizes in meshes:
+        return site
+    whole = meshes.get(whole_axes(site.axis_sizes))
+    if whole is None:
         return dataclasses.replace(site, refusal=Reason.UNKNOWN_MESH, detail=str(site.axis_sizes))
+    meshes[site.axis_sizes] = _split_mesh(whole, site.axis_sizes)
     return site
+
+
+def _split_mesh(mesh: Any, axis_sizes: AxisSizes) -> Any:
+    """Return the devices of ``mesh`` in the same order, under axes that are parts of its own."""
+    names, sizes = zip(*axis_sizes, strict=True)
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return jax.sharding.Mesh(mesh.devices.reshape(sizes), names, axis_types=auto)
+    return jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
 
 
 def _alone(site: EinsumSite) -> EinsumSite:

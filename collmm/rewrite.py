@@ -53,6 +53,7 @@ from collmm.sites import (
     Spec,
     trimmed,
 )
+from collmm.subaxes import AxisSizes, joined, whole_axes
 
 # What takes the place of a hand-written collective on a dot's result.
 _AFTER = {
@@ -240,7 +241,7 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
     assert side is not None
     specs = [site.lhs_spec, site.rhs_spec]
     gathered_spec = _appended(specs[side], dim, collective.axes)
-    gathered = _before_gather(eqn.invars[side], gathered_spec, producers)
+    gathered = _before_gather(eqn.invars[side], gathered_spec, site.axis_sizes, producers)
     use = GatherUse(
         Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision)
     )
@@ -267,7 +268,8 @@ def _exchange_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, 
     else:
         # The specs of the site are those after the exchange; it starts from before.
         specs[c.operand] = moved_spec(specs[c.operand], c.split_dim, c.dim, c.axes)
-        invars[c.operand] = _before_gather(invars[c.operand], specs[c.operand], producers)
+        spec = specs[c.operand]
+        invars[c.operand] = _before_gather(invars[c.operand], spec, site.axis_sizes, producers)
     params = {
         "partial": partial_einsum(eqn, site),
         "operand": c.operand,
@@ -308,17 +310,19 @@ def _appended(spec: Spec, dim: int, axes: tuple[str, ...]) -> Spec:
     return (*spec[:dim], (*spec[dim], *axes), *spec[dim + 1 :])
 
 
-def _before_gather(atom: Any, spec: Spec, producers: dict[Any, Any]) -> Any:
+def _before_gather(atom: Any, spec: Spec, axis_sizes: AxisSizes, producers: dict[Any, Any]) -> Any:
     """Return the value that the gather starts from: look through constraints that gather.
 
     A ``with_sharding_constraint`` to the gathered sharding is the gather itself, as a user writes
     it; one to ``spec`` is where the ring starts.
     """
+    sizes = dict(whole_axes(axis_sizes))
+    wanted = trimmed(tuple(joined(axes, sizes) for axes in spec))
     while True:
         producer = None if isinstance(atom, _jax.Literal) else producers.get(atom)
         if producer is None or not _jax.is_resharding(producer):
             return atom
-        if _jax.resharding_spec(producer) == trimmed(spec):
+        if _jax.resharding_spec(producer) == wanted:
             return atom
         atom = producer.invars[0]
 

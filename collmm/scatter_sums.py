@@ -21,7 +21,7 @@ were.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,8 +29,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from collmm import _jax
 from collmm.capture import Captured, site_of
 from collmm.plan import Decision, Plan
+from collmm.primitives import einsum_reduce_scatter_p
 from collmm.rewrite import MeshOf, scatter_eqn
 from collmm.sites import ALL_REDUCE, Spec
+from collmm.subaxes import is_part
+from collmm.uneven import pspec
 
 # (dimension, mesh axes) by which a value is scattered.
 _Mark = tuple[int, tuple[str, ...]]
@@ -85,6 +88,45 @@ def pin_results(closed: Any, specs: Sequence[Spec | None], given: Sequence[Any],
         eqns.append(eqn)
         outvars.append(eqn.outvars[0])
     return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars))
+
+
+def plain_sums(closed: Any) -> Any:
+    """Return ``closed`` with the sums scattered on a split mesh as einsums between constraints.
+
+    For the analysis: Shardy shards an einsum on one mesh, and what a ring on a split mesh leaves
+    behind would be on another than what it meets. A constraint can be put back on the whole mesh.
+    """
+    return closed.replace(jaxpr=_plain(closed.jaxpr))
+
+
+def _plain(jaxpr: Any) -> Any:
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is einsum_reduce_scatter_p and any(map(is_part, _axis_names(eqn))):
+            eqns += _jax.inlined(_plain_sum(eqn), eqn)
+            continue
+        new = {(key, i): _plain(_jax.open_jaxpr(sub)) for key, i, sub in _jax.jaxprs_in(eqn)}
+        eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _axis_names(eqn: Any) -> tuple[str, ...]:
+    mesh = eqn.params["mesh"]
+    return () if mesh is None else mesh.axis_names
+
+
+def _plain_sum(eqn: Any) -> Callable:
+    (term,) = eqn.params["terms"]
+    mesh, out_spec = eqn.params["mesh"], eqn.params["out_spec"]
+
+    def at(x, spec):
+        return _jax.constrain(x, NamedSharding(mesh, pspec(spec)))
+
+    def fn(lhs, rhs):
+        out = term.partial.dot(at(lhs, term.lhs_spec), at(rhs, term.rhs_spec))
+        return at(out, out_spec)
+
+    return fn
 
 
 class _Walker:
@@ -143,9 +185,11 @@ class _Walker:
         whole = [*spec, *(((),) * (eqn.invars[0].aval.ndim - len(spec)))]
         if whole[dim] or any(set(a) & set(axes) for a in whole):
             return eqn
+        sharding = eqn.params["sharding"]
+        if not set(axes) <= set(sharding.mesh.axis_names):
+            return eqn  # a part of an axis, which no constraint on this mesh can name
         whole[dim] = axes
         marks[eqn.outvars[0]] = mark
-        sharding = eqn.params["sharding"]
         wanted = NamedSharding(sharding.mesh, PartitionSpec(*(a or None for a in whole)))
         return eqn.replace(params=dict(eqn.params, sharding=wanted))
 
