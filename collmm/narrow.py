@@ -13,7 +13,7 @@ after::
 A scale per element of the gathered dimension travels with its shard; any other stays where it is.
 The casts and products are the user's own, on the same elements in the same order. Refuses (the
 ring stays as it is) when nothing narrower stands behind the operand, and when the ring hands out
-the gathered value, which is wide.
+the gathered value, which is wide, and when an einsum sums over a dimension that is padded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from collmm.primitives import (
     all_gather_einsum,
     all_gather_einsum_p,
     finish,
+    gathered_dim,
     label_axes_of,
     need_mesh,
-    pspec,
     summed_axes,
+    use_dims,
     without_ring,
 )
 from collmm.prologue import Leaf, prologue_of
 from collmm.sites import Spec
+from collmm.uneven import Dims, on_shards, uneven_dims
 
 
 def narrow_rings(jaxpr: Any) -> Any:
@@ -59,11 +61,19 @@ def _narrowed(eqn: Any, producers: dict[Any, Any]) -> Any:
     if p["mesh"] is None or p.pop("hand_out"):
         return eqn
     prologue = prologue_of(eqn.invars[0], producers, p["dim"])
-    if prologue is None:
+    if prologue is None or _sums_padding(eqn):
         return eqn
     invars = [*(leaf.var for leaf in prologue.leaves), *eqn.invars[1:]]
     p["prologue"] = prologue
     return _jax.primitive_eqn(eqn, narrow_gather_einsum_p, invars, eqn.outvars, p)
+
+
+def _sums_padding(eqn: Any) -> bool:
+    """Whether an einsum sums over an uneven dimension: made wide, its padding may not be zero."""
+    p = eqn.params
+    uneven = uneven_dims(eqn.invars[0].aval.shape, p["gathered_spec"], p["mesh"])
+    labels = [(use.consumer.gathered_labels(), use.consumer.partial.einsum) for use in p["uses"]]
+    return any(own[d] in einsum.contracting for own, einsum in labels for d in uneven)
 
 
 def travels(leaf: Leaf, dim: int) -> bool:
@@ -92,12 +102,16 @@ def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
         outs = _ring(operands[:count], operands[count:], prologue, uses, dim, schedule)
         return [finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
 
-    in_specs = [
-        *(pspec(leaf_spec(leaf, gathered_spec)) for leaf in prologue.leaves),
-        *(pspec(use.local_spec) for use in uses),
+    named = [
+        (_leaf_dims(i, leaf), leaf_spec(leaf, gathered_spec))
+        for i, leaf in enumerate(prologue.leaves)
     ]
-    out_specs = [pspec(use.out_spec) for use in uses]
-    return _jax.shard_map_all(body, mesh, tuple(in_specs), out_specs)(*operands)
+    ins, outs = use_dims(uses)
+    return on_shards(body, mesh, operands, [*named, *ins], outs)
+
+
+def _leaf_dims(i: int, leaf: Leaf) -> Dims:
+    return tuple(("leaf", i, k) if d is None else gathered_dim(d) for k, d in enumerate(leaf.dims))
 
 
 def _ring(leaves, locals_, prologue, uses, dim, schedule):

@@ -201,24 +201,30 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, h
         done = [finish(out, *args) for out, args in zip(outs, finishers, strict=False)]
         return [*done, *outs[len(uses) :]]
 
-    dims = [_dims_of(i, use.consumer) for i, use in enumerate(uses)]
-    own = tuple(("gathered", d) for d in range(gathered.ndim))
-    ins = [(local, use.local_spec) for (local, _), use in zip(dims, uses, strict=True)]
-    outs = [(out, use.out_spec) for (_, out), use in zip(dims, uses, strict=True)]
+    own = tuple(gathered_dim(d) for d in range(gathered.ndim))
+    ins, outs = use_dims(uses)
     if hand_out:
         outs.append((own, without_ring(gathered_spec, dim, schedule)))
     return on_shards(body, mesh, (gathered, *locals_), [(own, gathered_spec), *ins], outs)
 
 
-def _dims_of(i: int, consumer: Consumer) -> tuple[Dims, Dims]:
-    """Name the dimensions of use ``i``: (local operand's, result's). The gathered one is shared."""
-    labels = consumer.gathered_labels()
-    names = {label: ("gathered", d) for d, label in enumerate(labels)}
+def gathered_dim(d: int) -> tuple[str, int]:
+    """Name dimension ``d`` of the gathered operand, in whichever einsum it occurs."""
+    return "gathered", d
 
-    def named(labels):
-        return tuple(names.get(label, (i, label)) for label in labels)
 
-    return named(consumer.local_labels()), named(consumer.partial.einsum.out)
+def use_dims(uses: Sequence[GatherUse]) -> tuple[list[tuple[Dims, Spec]], list[tuple[Dims, Spec]]]:
+    """Name the dimensions of the local operands and of the results, with their shardings."""
+    ins: list[tuple[Dims, Spec]] = []
+    outs: list[tuple[Dims, Spec]] = []
+    for i, use in enumerate(uses):
+        consumer = use.consumer
+        names = {label: gathered_dim(d) for d, label in enumerate(consumer.gathered_labels())}
+        local = tuple(names.get(label, (i, label)) for label in consumer.local_labels())
+        out = tuple(names.get(label, (i, label)) for label in consumer.partial.einsum.out)
+        ins.append((local, use.local_spec))
+        outs.append((out, use.out_spec))
+    return ins, outs
 
 
 def _gather_abstract(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, hand_out):

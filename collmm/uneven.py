@@ -65,6 +65,12 @@ def on_shards(
     return [_cut(x, *named, sizes, mesh) for x, named in zip(results, outs, strict=True)]
 
 
+def uneven_dims(shape: Sequence[int], spec: Spec, mesh: Any) -> list[int]:
+    """Return the dimensions of a value sharded by ``spec`` that are padded."""
+    padded = _padded_sizes(dict(enumerate(shape)), [(tuple(range(len(shape))), spec)], mesh.shape)
+    return [d for d, size in enumerate(shape) if padded[d] != size]
+
+
 def _padded_sizes(
     sizes: Mapping[Hashable, int],
     named: Sequence[tuple[Dims, Spec]],

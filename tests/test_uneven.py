@@ -228,6 +228,30 @@ def test_an_exchange_of_uneven_blocks(side):
     assert_equal_trees(o(*args), jnp.einsum("ecd,edf->ecf", *args))
 
 
+@pytest.mark.parametrize("role", ["free", "contracting"])
+def test_a_quantised_value_travels_narrow_only_where_its_padding_is_not_summed(role):
+    mesh = mesh_of((4,), ("m",))
+    equation = {"free": "sk,kf->sf", "contracting": "ks,kf->sf"}[role]
+
+    def at(x, text):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(text)))
+
+    def fn(x8, scale, w):
+        # Padding of scales is zero, and what is divided by it is no number.
+        x = at(x8, "m -").astype(jnp.float32) / at(scale, "m -")
+        return at(jnp.einsum(equation, x, at(w, "- m")), "- m")
+
+    rows = 7
+    shape = {"free": (5, 9), "contracting": (rows, 9)}[role]
+    scale = jnp.asarray(2.0 ** np.random.default_rng(3).integers(-2, 3, (rows, 1)), jnp.float32)
+    args = ints(0, rows, 5, dtype=jnp.int8), scale, ints(2, *shape)
+    o = always(jax.jit(fn))
+    assert len(o.plan(*args).rewritten) == 1
+    narrow = "narrow_gather_einsum" in str(o.trace(*args).jaxpr)
+    assert narrow == (role == "free")
+    assert_equal_trees(o(*args), jnp.einsum(equation, args[0].astype(jnp.float32) / scale, args[2]))
+
+
 def test_under_transforms_of_the_overlapped_function():
     mesh = mesh_of((4,), ("m",))
     equation, lhs, rhs, out, _, _ = CASES["gather-free-rhs"]
