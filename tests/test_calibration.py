@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 
 import jax
@@ -46,6 +47,14 @@ PRODUCTS = [
     Product(1, rows, width, width)
     for rows, width in itertools.product((64, 128, 512, 2048, 8192), (1024, 4096, 8192))
 ]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """A command sets variables of the process; put them back, when jax has read them."""
+    assert len(jax.devices()) == 16
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])
 
 
 def figure(value, unit="s"):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 
 import jax
@@ -24,6 +25,14 @@ from collmm.plan import make_plan
 from collmm.sites import ALL_GATHER, REDUCE_SCATTER, Collective, EinsumSite
 
 MARGIN = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """A command sets variables of the process; put them back, when jax has read them."""
+    assert len(jax.devices()) == 16
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])
 
 
 def matmul(kind, rows, depth, columns, ring=8):

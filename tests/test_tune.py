@@ -1,6 +1,7 @@
 """Tuning: every candidate is run, the fastest by the clock stays, and the plan can be followed."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -36,6 +37,14 @@ def build(mesh):
         array(64, 16, spec=("model", None)),
     )
 """
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """A command sets variables of the process; put them back, when jax has read them."""
+    assert len(jax.devices()) == 16
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])
 
 
 @pytest.fixture
