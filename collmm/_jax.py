@@ -85,6 +85,12 @@ def jaxprs_in(eqn: JaxprEqn) -> Iterator[tuple[str, int | None, Jaxpr | ClosedJa
                     yield key, i, item
 
 
+def hidden_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """Return the jaxprs that an equation's primitive keeps to itself, as jax 0.12's roots do."""
+    params = getattr(eqn.params.get("_prim"), "params", {})
+    return [value for value in params.values() if isinstance(value, (Jaxpr, ClosedJaxpr))]
+
+
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Return the jaxpr itself, without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

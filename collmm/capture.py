@@ -203,10 +203,12 @@ class _Walker:
             if name == "shard_map":
                 inner_refusal = Reason.INSIDE_SHARD_MAP
             elif name not in _ENTERED:
-                inner_refusal = Reason.UNREACHED
+                inner_refusal = Reason.OPAQUE
             self._stacks.append(str(eqn.source_info.name_stack))
             new[key, index] = self.rebuild(inner, (*scope, name), inner_refusal)
             self._stacks.pop()
+        for sub in _jax.hidden_jaxprs(eqn):
+            self.rebuild(_jax.open_jaxpr(sub), (*scope, name), Reason.OPAQUE)
         # Kernels and other opaque bodies keep the very jaxpr they came with.
         entered = name in _ENTERED or name == "shard_map"
         return _jax.with_jaxprs(eqn, new) if new and entered else eqn
@@ -230,13 +232,15 @@ class _Walker:
         if known is None:
             known = any(
                 eqn.primitive.name == "dot_general"
-                or any(
-                    self._contains_dots(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn)
-                )
+                or any(self._contains_dots(_jax.open_jaxpr(sub)) for sub in _inside(eqn))
                 for eqn in jaxpr.eqns
             )
             self._has_dots[id(jaxpr)] = known
         return known
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [*(sub for _, _, sub in _jax.jaxprs_in(eqn)), *_jax.hidden_jaxprs(eqn)]
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

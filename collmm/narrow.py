@@ -37,6 +37,7 @@ from collmm.primitives import (
     without_ring,
 )
 from collmm.prologue import Leaf, prologue_of
+from collmm.share import has_rings
 from collmm.sites import Spec
 from collmm.uneven import Dims, on_shards, uneven_dims
 
@@ -49,6 +50,7 @@ def narrow_rings(jaxpr: Any) -> Any:
         new = {
             (key, index): narrow_rings(_jax.open_jaxpr(sub))
             for key, index, sub in _jax.jaxprs_in(eqn)
+            if has_rings(_jax.open_jaxpr(sub))
         }
         eqn = _jax.with_jaxprs(eqn, new) if new else eqn
         eqns.append(_narrowed(eqn, producers) if eqn.primitive is all_gather_einsum_p else eqn)
