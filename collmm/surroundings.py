@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from collmm import _jax
 from collmm.partition import read_meshes, read_spec
+from collmm.subaxes import is_part, joined, whole_axes
 
 
 def operand_shardings(
@@ -42,7 +43,8 @@ def operand_shardings(
     with module.context:
         for pipeline in ("sdy-lift-inlined-meshes", "sdy-propagation-pipeline"):
             passmanager.PassManager.parse(f"builtin.module({pipeline})").run(copy.operation)
-    meshes = [axes for axes in read_meshes(copy).values() if axes]
+    # A ring on a part of an axis, lowered before, has left its split mesh behind.
+    meshes = list(dict.fromkeys(whole_axes(axes) for axes in read_meshes(copy).values() if axes))
     if len(meshes) != 1:
         return nothing, None
     mesh = _abstract_mesh(meshes[0])
@@ -102,5 +104,8 @@ def _results(module: Any, name: str) -> list[str | None]:
 
 
 def _sharding(attribute: str | None, mesh: Any, rank: int, ndim: int) -> Any:
-    spec = read_spec(attribute, rank)[:ndim]
+    sizes = dict(mesh.shape)
+    spec = [joined(axes, sizes) for axes in read_spec(attribute, rank)[:ndim]]
+    if any(is_part(axis) for axes in spec for axis in axes):
+        return None  # no sharding of jax names a part of an axis
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

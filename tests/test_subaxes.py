@@ -235,3 +235,22 @@ def test_under_other_transforms(wrap):
     if wrap != "scan":
         text = jax.jit(wrapped(o)).lower(*args).compile().as_text()
         assert "collective-permute" in text
+
+
+def test_a_call_between_reshapes_of_an_outer_jit_is_planned_with_what_can_be_told():
+    mesh = mesh_of((8,), ("m",))
+    inner = always(jax.jit(lambda q, k, w: jnp.einsum("bqkgd,btkd->bkgqt", q, k) @ w))
+
+    def outer(call):
+        def fn(q, k, w):
+            q = at(mesh, q * 2, None, None, "m").reshape(2, 8, 4, 2, 8)
+            k = at(mesh, k * 2, None, None, "m").reshape(2, 8, 4, 8)
+            # Twice: the second call is lowered where the first one's ring stands already.
+            return call(q, k, w) + call(q, k + 1, w)
+
+        return fn
+
+    args = ints(0, 2, 8, 64), ints(1, 2, 8, 32), ints(2, 8, 8)
+    args = jax.device_put(args, NamedSharding(mesh, P()))
+    got = np.asarray(jax.jit(outer(inner))(*args))
+    assert_equal_trees(got, np.asarray(without_sharding(outer(inner.original), args)))
