@@ -25,6 +25,7 @@ from collmm import _jax
 from collmm.dependence import Dependence, dependences
 from collmm.errors import Reason
 from collmm.manual import Body, Match
+from collmm.prologue import narrow_share
 from collmm.sites import Location
 
 SITE_KEY = "collmm_site"
@@ -64,6 +65,8 @@ class CapturedDot:
       manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
       typed: the result's sharding is part of its type (explicit mesh axes).
       sources: which value each operand is, before any resharding: equal numbers, equal values.
+      narrow: per operand and dimension, how much of its bytes a ring would send: less than 1.0
+        where it is made of a narrower value by casts and scales.
       dependence: which einsums it waits for and which wait for it.
     """
 
@@ -76,6 +79,7 @@ class CapturedDot:
     manual_axes: tuple[tuple[str, int], ...] = ()
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
+    narrow: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     dependence: Dependence | None = None
 
 
@@ -129,11 +133,15 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
             known[root] = next(numbers)
         return known[root]
 
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         number = site_of(eqn)
         if number is not None:
             lhs, rhs = map(number_of, eqn.invars)
-            dots[number] = dataclasses.replace(dots[number], sources=(lhs, rhs))
+            left, right = (narrow_share(v, producers) for v in eqn.invars)
+            dots[number] = dataclasses.replace(
+                dots[number], sources=(lhs, rhs), narrow=(left, right)
+            )
         elif _jax.is_resharding(eqn):
             (source,) = eqn.invars
             if not isinstance(source, _jax.Literal):

@@ -58,7 +58,7 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
     unfit = _unfit(site, sharding)
     if unfit:
         return _refuse(site, Reason.UNEVEN_SHARDS, unfit)
-    site = dataclasses.replace(site, collectives=_collectives(site, sharding))
+    site = dataclasses.replace(site, collectives=_collectives(site, sharding, dot.narrow))
     return _judge(site, sharding)
 
 
@@ -183,7 +183,9 @@ def _out_of_order(axes: tuple[str, ...], sizes: dict[str, int]) -> bool:
     return not ordered and not divide
 
 
-def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, ...]:
+def _collectives(
+    site: EinsumSite, sharding: DotSharding, narrow: tuple[tuple[float, ...], tuple[float, ...]]
+) -> tuple[Collective, ...]:
     sizes = dict(site.axis_sizes)
     found = []
     for operand, (spec, moved) in enumerate(
@@ -192,7 +194,9 @@ def _collectives(site: EinsumSite, sharding: DotSharding) -> tuple[Collective, .
         nbytes = _bytes(site, operand, spec, sizes)
         for dim, axes in enumerate(moved):
             if axes and math.prod(sizes[a] for a in axes) > 1:
-                found.append(Collective(ALL_GATHER, operand, dim, axes, nbytes))
+                share = narrow[operand][dim] if narrow[operand] else 1.0
+                less = int(nbytes * share) if share < 1 else 0
+                found.append(Collective(ALL_GATHER, operand, dim, axes, nbytes, narrow_bytes=less))
     nbytes = _bytes(site, 2, site.out_spec, sizes)
     left = list(sharding.reduced)
     for dim, axes in enumerate(sharding.scattered):

@@ -97,6 +97,20 @@ def prologue_of(var: Any, producers: Mapping[Any, Any], dim: int) -> Prologue | 
     return None if len(eqns) > _MAX_EQUATIONS else Prologue(tuple(leaves), tuple(eqns), var)
 
 
+def narrow_share(var: Any, producers: Mapping[Any, Any]) -> tuple[float, ...]:
+    """Return, per dimension of ``var``, the share of its bytes to send if blocks of it travel.
+
+    1.0 where nothing narrower is found behind it.
+    """
+    if isinstance(var, _jax.Literal):
+        return ()
+    whole = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+    found = [prologue_of(var, producers, dim) for dim in range(var.aval.ndim)]
+    return tuple(
+        1.0 if p is None else travelling_bytes(p.leaves, dim) / whole for dim, p in enumerate(found)
+    )
+
+
 def before_resharding(var: Any, producers: Mapping[Any, Any]) -> Any:
     """Return the value that ``var`` is, before anything that only says how it is sharded."""
     while (eqn := producers.get(var)) is not None and _jax.is_resharding(eqn):

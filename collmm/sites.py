@@ -47,6 +47,8 @@ class Collective:
       bytes: bytes per device of the whole (gathered, or not yet scattered) value.
       split_dim: of an all-to-all, the dimension that is whole before it and sharded after it; it
         joins the shards of ``dim``. -1 for every other kind.
+      narrow_bytes: the same as ``bytes`` of what a ring would send in its place, where the value is
+        made of a narrower one; 0 where it is not.
     """
 
     kind: str
@@ -55,6 +57,12 @@ class Collective:
     axes: tuple[str, ...]
     bytes: int
     split_dim: int = -1
+    narrow_bytes: int = 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes per device of the whole value as a ring sends it."""
+        return self.narrow_bytes or self.bytes
 
     def describe(self) -> str:
         """Return e.g. ``all-gather lhs[1] over model``."""

@@ -102,6 +102,20 @@ def test_a_scale_per_row_of_the_gathered_dimension_travels_with_its_shard(dtype)
         assert_equal_trees(o(*args), fn(*args))
 
 
+def test_the_plan_counts_what_is_sent():
+    @jax.jit
+    def fn(x8, scale, w):
+        return wsc((x8.astype(jnp.float32) * scale) @ w, None, "m")
+
+    x8, rows = ints(0, 16, 8).astype(E4M3), scales(1, 16, 1)
+    args = put(x8, "m", None), put(rows, "m", None), put(ints(2, 8, 12), None, "m")
+    (decision,) = always(fn).plan(*args).decisions
+    # 16 x 8 floats are gathered; 16 x 8 bytes and 16 floats are sent, three quarters of them.
+    assert decision.collective.bytes == 16 * 8 * 4
+    assert decision.collective.ring_bytes == 16 * 8 + 16 * 4
+    assert decision.estimate.link_bytes == (16 * 8 + 16 * 4) * 3 // 4
+
+
 def test_a_scale_per_column_stays_where_it_is():
     @jax.jit
     def fn(x8, scale, w):

@@ -229,7 +229,7 @@ class _Loop:
 def _gather_loop(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> _Loop:
     """Shards travel; each is multiplied while the next is on its way."""
     n = schedule.ring_size
-    shard = members[0].collective.bytes / n
+    shard = members[0].collective.ring_bytes / n
     parts = [_partial(m, n) for m in members]
     e = sum(time_of(p, chip).seconds for p in parts)
     one = ring.launch_s + collectives.permute_step_s(ring, shard)
