@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -131,7 +132,7 @@ class _Process:
             command = [sys.executable, "-c", _BOOT, json.dumps(sys.path)]
             try:
                 self.process = subprocess.Popen(
-                    [*command, str(ask_there), str(answer_there)],
+                    [*command, *map(str, (ask_there, answer_there, self.owner))],
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
                     stdout=self.said,
@@ -190,10 +191,11 @@ def _how(code: int) -> str:
     return f"exited with status {code} and no result"
 
 
-def _serve(ask: int, answer: int) -> None:
+def _serve(ask: int, answer: int, parent: int) -> None:
     """The other side: read each question, run it, write the answer."""
     for pipe in (ask, answer):
         os.set_inheritable(pipe, False)  # a compiler starts processes too, which may outlive it
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with open(ask, "rb") as asks, open(answer, "wb") as answers:
         while True:
             try:
@@ -203,6 +205,13 @@ def _serve(ask: int, answer: int) -> None:
             answers.write(_reply(module, qualname, args))
             answers.flush()
     os._exit(0)  # at once: a compiler may take long to say goodbye
+
+
+def _end_with(parent: int) -> None:
+    """End this process when ``parent`` ends in whatever way: a compiler may be busy for hours."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _reply(module: str, qualname: str, args: tuple) -> bytes:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from collmm import audit_report, memory
 from collmm.auditing import ORIGINAL, OVERLAPPED, UNDECOMPOSED, audit_program
 from collmm.cli.main import run
 from collmm.hlo.findings import Verdict
@@ -95,6 +96,8 @@ def test_a_program_that_does_not_fit_says_by_how_much(tmp_path, capsys):
 def test_a_decoder_layer_compiles_and_audits_on_its_pod(name, target):
     """128 and 1024 chips, forward and backward; minutes each, nearly all of it the compiler's."""
     done = audited(name, target)
+    print(f"{name} on {target}\n{audit_report.totals(done.values())}")  # pytest -s shows it
+    print(memory.table({title: a.memory for title, a in done.items()}))
     assert [a.failure for a in done.values()] == [""] * 3
     for audit in done.values():
         line = audit.prediction.timeline

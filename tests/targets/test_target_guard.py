@@ -94,6 +94,32 @@ def test_a_worker_ends_with_the_process_that_asked():
         os.kill(int(run.stdout), 0)
 
 
+def test_a_worker_ends_with_a_process_that_is_killed():
+    script = """
+import os, threading, time
+from collmm.targets.guard import Worker
+w = Worker()
+print(w.call(os.getpid), flush=True)
+threading.Timer(0.1, os.kill, (os.getpid(), 9)).start()
+w.call(time.sleep, 600)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == -9
+    assert ends(int(run.stdout))
+
+
+def ends(process, within_s=60):
+    """Whether a process is gone after some time: a second, or more where there is much to do."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_what_cannot_be_imported_there_is_refused():
     def local():
         return 1
