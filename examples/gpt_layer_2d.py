@@ -21,14 +21,6 @@ MESH = {"data": 2, "model": 4}
 
 BATCH, SEQUENCE, MODEL, HIDDEN, HEADS, HEAD = 16, 1024, 8192, 32768, 64, 128
 
-SHAPES = {
-    "query": (MODEL, HEADS, HEAD),
-    "key": (MODEL, HEADS, HEAD),
-    "value": (MODEL, HEADS, HEAD),
-    "project": (HEADS, HEAD, MODEL),
-    "w_in": (MODEL, HIDDEN),
-    "w_out": (HIDDEN, MODEL),
-}
 SPECS = {
     "query": P("data", "model", None),
     "key": P("data", "model", None),
@@ -42,12 +34,25 @@ BY_HEAD = P("data", None, "model", None)
 
 
 def build(mesh):
+    return layer_step(mesh, BATCH, SEQUENCE, MODEL, HIDDEN, HEADS, HEAD)
+
+
+def layer_step(mesh, batch, sequence, model, hidden, heads, head):
+    """The layer and its gradients for a batch of shapes, and those shapes."""
+    shapes = {
+        "query": (model, heads, head),
+        "key": (model, heads, head),
+        "value": (model, heads, head),
+        "project": (heads, head, model),
+        "w_in": (model, hidden),
+        "w_out": (hidden, model),
+    }
+
     def sharded(x, spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def normalize(x):
         x32 = x.astype(jnp.float32)
-        x32 = x32 - jnp.mean(x32, -1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + 1e-6)
         return sharded((x32 * scale).astype(x.dtype), ACTIVATIONS)
 
@@ -56,15 +61,15 @@ def build(mesh):
             sharded(jnp.einsum("bsm,mhd->bshd", x, params[name]), BY_HEAD)
             for name in ("query", "key", "value")
         )
-        scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) / HEAD**0.5
-        causal = jnp.tril(jnp.ones((SEQUENCE, SEQUENCE), bool))
+        scores = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) / head**0.5
+        causal = jnp.tril(jnp.ones((sequence, sequence), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1).astype(x.dtype)
         mixed = sharded(jnp.einsum("bhst,bthd->bshd", weights, v), BY_HEAD)
         return sharded(jnp.einsum("bshd,hdm->bsm", mixed, params["project"]), ACTIVATIONS)
 
     def feed_forward(params, x):
-        hidden = jax.nn.gelu(jnp.einsum("bsm,mf->bsf", x, params["w_in"]))
-        return sharded(jnp.einsum("bsf,fm->bsm", hidden, params["w_out"]), ACTIVATIONS)
+        up = jax.nn.gelu(jnp.einsum("bsm,mf->bsf", x, params["w_in"]))
+        return sharded(jnp.einsum("bsf,fm->bsm", up, params["w_out"]), ACTIVATIONS)
 
     def layer(params, x):
         x = x + attention(params, normalize(x))
@@ -75,11 +80,11 @@ def build(mesh):
         params = {name: sharded(w, SPECS[name]) for name, w in params.items()}
         return jnp.mean(jnp.square(layer(params, sharded(x, ACTIVATIONS)).astype(jnp.float32)))
 
-    def layer_step(params, x):
+    def step(params, x):
         return jax.value_and_grad(loss, argnums=(0, 1))(params, x)
 
     def array(shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
-    params = {name: array(SHAPES[name], SPECS[name]) for name in SHAPES}
-    return jax.jit(layer_step), (params, array((BATCH, SEQUENCE, MODEL), ACTIVATIONS))
+    params = {name: array(shapes[name], SPECS[name]) for name in shapes}
+    return jax.jit(step), (params, array((batch, sequence, model), ACTIVATIONS))
