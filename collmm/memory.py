@@ -31,11 +31,10 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      peak: what the program needs: arguments, outputs, code, and temporaries as the compiler lays
-        them out, gaps between them too; where the compiler gave up, the least that it says it
-        would be.
-      arguments, outputs, temporaries, code: what it is made of; outputs that reuse an argument's
-        buffer count with the argument. None where the compiler gave up.
+      peak: what the program needs; where the compiler gave up, the least that it says it would be.
+      arguments, outputs, temporaries, code: what it is the sum of: outputs that reuse an argument's
+        buffer count with the argument, the gaps between temporaries with these. None where the
+        compiler gave up.
       gathered: the most that results of all-gathers hold at one time.
       collectives: the same of permutes, reductions and all-to-alls. Both are part of the
         temporaries or outputs; None where there is no schedule.
@@ -78,18 +77,21 @@ def memory_of(
     stats = compiled.memory_analysis()
     if stats is None:
         return None
+    arguments = stats.argument_size_in_bytes
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    temporaries = stats.temp_size_in_bytes
+    if total := getattr(stats, "total_allocation_bytes", 0):  # unknown to older versions of jax
+        # What the TPU compiler holds against the chip's memory; by its temp_size_in_bytes it would
+        # be up to a tenth more. Nor is peak_memory_in_bytes that: it counts what is live, without
+        # the gaps, but on-chip memory too, and of a cpu program no temporaries.
+        temporaries = max(0, total - arguments - outputs)
     code = stats.generated_code_size_in_bytes
-    parts = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
-    # peak_memory_in_bytes is no such figure: it counts what is live at one time, without the gaps,
-    # and of a cpu program no temporaries. Not every jax knows the bytes that are allocated.
-    peak = (getattr(stats, "total_allocation_bytes", 0) or parts) + code
     live = live_results(module) if module is not None and module.is_scheduled else None
     return Memory(
-        peak=peak,
-        arguments=stats.argument_size_in_bytes,
+        peak=arguments + outputs + temporaries + code,
+        arguments=arguments,
         outputs=outputs,
-        temporaries=stats.temp_size_in_bytes,
+        temporaries=temporaries,
         code=code,
         gathered=live.gathered if live else None,
         collectives=live.others if live else None,

@@ -68,7 +68,8 @@ def test_what_the_compiler_allocates_is_the_peak_where_it_says():
         peak_memory_in_bytes=150,  # what is live, without the gaps between
         total_allocation_bytes=180,
     )
-    assert memory_of(types.SimpleNamespace(memory_analysis=lambda: stats)).peak == 187
+    m = memory_of(types.SimpleNamespace(memory_analysis=lambda: stats))
+    assert (m.arguments, m.outputs, m.temporaries, m.code, m.peak) == (100, 60, 20, 7, 187)
 
 
 PLAN = Plan((), "auto", "v5e")
