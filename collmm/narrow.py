@@ -60,10 +60,14 @@ def narrow_rings(jaxpr: Any) -> Any:
 def _narrowed(eqn: Any, producers: dict[Any, Any]) -> Any:
     """Return the ring ``eqn`` with what it sends made narrow; itself where nothing is narrower."""
     p = dict(eqn.params)
-    if p["mesh"] is None or p.pop("hand_out"):
+    if p.pop("hand_out"):
         return eqn
     prologue = prologue_of(eqn.invars[0], producers, p["dim"])
-    if prologue is None or _sums_padding(eqn):
+    if prologue is None:
+        return eqn
+    # Inside a shard_map nothing is padded, but a scale may be another one on every device.
+    refused = len(prologue.leaves) > 1 if p["mesh"] is None else _sums_padding(eqn)
+    if refused:
         return eqn
     invars = [*(leaf.var for leaf in prologue.leaves), *eqn.invars[1:]]
     p["prologue"] = prologue
@@ -90,6 +94,8 @@ def leaf_spec(leaf: Leaf, gathered_spec: Spec) -> Spec:
 
 def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
     count = len(prologue.leaves)
+    if mesh is None:
+        return _ring(operands[:count], operands[count:], prologue, uses, dim, schedule)
     finishers = []
     for use in uses:
         consumer = use.consumer
@@ -133,12 +139,18 @@ def _ring(leaves, locals_, prologue, uses, dim, schedule):
 
 def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
     whole = prologue.out.aval.shape
+    if mesh is None:
+        whole = (*whole[:dim], whole[dim] * schedule.ring_size, *whole[dim + 1 :])
     first = operands[0]
     avals = []
     for local, use in zip(operands[len(prologue.leaves) :], uses, strict=True):
         partial = use.consumer.partial
         pair = (local.shape, whole) if use.consumer.gathered_operand else (whole, local.shape)
         shape = partial.einsum.out_shape(*pair)
+        if mesh is None:
+            pair = (first, local)
+            avals.append(_jax.manual_aval(pair, shape, partial.out_dtype, schedule.axes))
+            continue
         avals.append(_jax.aval_like((first, local), shape, partial.out_dtype, use.out_spec))
     return avals
 

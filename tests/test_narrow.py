@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rewritten import always, assert_equal_trees, collectives
-from test_manual import ints, mesh_of
+from test_manual import ints, mapped, mesh_of
 
 from collmm import Options, _jax, overlap_collectives
 from collmm.primitives import all_gather_einsum_p
@@ -180,6 +180,26 @@ def test_a_widening_cast_alone_waits_for_the_arrival_too():
     o = always(fn)
     assert sent(o, *args) == [["bfloat16"]]
     assert_equal_trees(o(*args), fn(*args))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_a_cast_waits_too_and_a_scale_does_not(check_vma):
+    def cast(x8, scale, w):
+        del scale
+        return jax.lax.all_gather(x8, "m", axis=0, tiled=True).astype(jnp.bfloat16) @ w
+
+    def scaled(x8, scale, w):
+        x = x8.astype(jnp.bfloat16) * scale[0]  # another scale on every device
+        return jax.lax.all_gather(x, "m", axis=0, tiled=True) @ w
+
+    args = ints(0, 16, 8).astype(E4M3), scales(1, 4, dtype=jnp.bfloat16), ints(2, 8, 12)
+    args = (*args[:2], args[2].astype(jnp.bfloat16))
+    for body, kind in ((cast, "float8_e4m3fn"), (scaled, "bfloat16")):
+        fn = mapped(body, (P("m"), P("m"), P(None, "m")), P(None, "m"), check_vma)
+        o = always(fn)
+        assert sent(o, *args) == [[kind]]
+        assert collectives(o, *args)["collective-permute"] == 3
+        assert_equal_trees(o(*args), fn(*args))
 
 
 def test_a_narrowing_cast_is_done_before_as_ever():
