@@ -11,7 +11,7 @@ from rewritten import always, assert_equal_trees, collectives, rings
 from ringtools import FORMS, mesh_of
 from test_manual import ints, mapped
 
-from collmm import Reason, _jax
+from collmm import Options, Reason, _jax, overlap_collectives
 from collmm.einsum import Einsum
 from collmm.loops import Consumer, PartialEinsum
 from collmm.primitives import GatherUse, all_gather_einsum, all_gather_einsum_p
@@ -313,11 +313,30 @@ def test_an_einsum_that_no_loop_takes_reads_what_another_ones_ring_gathers():
     check(fn, x, w, w4, hands_out=[True])
 
 
-def test_an_einsum_that_loops_its_sum_reads_what_another_ones_ring_gathers():
+def test_an_einsum_that_is_forbidden_to_loop_reads_what_another_ones_ring_gathers():
+    @jax.jit
+    def fn(x, w, v):
+        with jax.named_scope("first"):
+            a = wsc(jnp.einsum("bsd,df->bsf", x, w), "data", None, "tp")
+        with jax.named_scope("second"):
+            return a, wsc(jnp.einsum("bsd,df->bsf", x, v), "data", None, "tp")
+
+    args = operands()[:3]
+    o = overlap_collectives(fn, Options("always", strict=True, overrides={"second": "never"}))
+    assert [d.reason for d in o.plan(*args).decisions] == [None, Reason.OVERRIDE]
+    assert handing_out(o, *args) == [True]
+    assert collectives(o, *args)["all-gather"] == 0
+    assert_equal_trees(o(*args), fn(*args))
+
+
+def test_an_einsum_that_loops_its_sum_reads_what_another_ones_ring_gathers(monkeypatch):
+    # Else the model would have both share the ring of x, which is right at these sizes.
+    monkeypatch.setattr("collmm.plan._groups", lambda sites: [])
+
     @jax.jit
     def fn(x, w, dy):
         h = wsc(jnp.einsum("bsd,df->bsf", x, w), "data", None, "tp")
-        # Gathers x too, but its sum over data has fewer bytes to send at a time.
+        # Gathers x too, but loops its sum over data.
         dw = wsc(jnp.einsum("bsd,bsf->df", x, dy), "data", "tp")
         return h, dw
 
