@@ -312,13 +312,43 @@ def resharding_spec(eqn: JaxprEqn) -> tuple[tuple[str, ...], ...] | None:
     return tuple(axes)
 
 
+def is_open(eqn: JaxprEqn, dim: int) -> bool:
+    """Whether a resharding says nothing of a dimension."""
+    spec = getattr(eqn.params.get("sharding"), "spec", ())
+    return dim < len(spec) and spec[dim] is jax.sharding.PartitionSpec.UNCONSTRAINED
+
+
 def constraint_eqn(var: Var, sharding: Any) -> JaxprEqn:
     """Return a new equation that constrains ``var`` to ``sharding``."""
+    return _unary_eqn(lambda x: jax.lax.with_sharding_constraint(x, sharding), var)
+
+
+def _unary_eqn(fn: Callable, var: Var) -> JaxprEqn:
     aval: Any = var.aval
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(struct)
+    (eqn,) = jax.make_jaxpr(fn)(struct).jaxpr.eqns
+    return eqn.replace(invars=[var], outvars=[Var(aval)])
+
+
+def barrier_eqn(variables: Sequence[Any]) -> JaxprEqn:
+    """Return a new equation that hands on ``variables`` as they are, all at once."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    (eqn,) = jax.make_jaxpr(jax.lax.optimization_barrier)(structs).jaxpr.eqns
+    return eqn.replace(invars=list(variables), outvars=[Var(v.aval) for v in variables])
+
+
+def zeros_eqn(var: Var) -> JaxprEqn:
+    """Return a new equation that makes zeros of the type of ``var``."""
+    aval: Any = var.aval
+    traced = jax.make_jaxpr(lambda: jax.lax.full(aval.shape, 0, aval.dtype))()
     (eqn,) = traced.jaxpr.eqns
-    return eqn.replace(invars=[var], outvars=[Var(var.aval)])
+    return eqn.replace(outvars=[Var(aval)])
+
+
+def is_plain_array(aval: Any) -> bool:
+    """Whether values of this type are numbers, and their sharding is no part of the type."""
+    extended = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return not extended and typed_sharding(aval) is None
 
 
 def inlined(fn: Callable, like: JaxprEqn) -> list[JaxprEqn]:

@@ -12,6 +12,7 @@ need and turn those into collectives; then each numbered ``stablehlo.dot_general
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -100,6 +101,41 @@ def partition(
     Returns:
       Shardings by the dot's number, and the sharding of every result of the program.
     """
+    module = _partitioned(captured, in_shardings, out_shardings)
+    wanted = {dot.index for dot in captured.dots if dot.refusal is None}
+    return _read_module(module, wanted), _result_specs(module)
+
+
+def tagged_shardings(
+    captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any], key: str
+) -> dict[int, tuple[Spec, tuple[tuple[str, int], ...]]]:
+    """Return what Shardy decided for the operands of equations that carry ``key`` as metadata.
+
+    By the number that stands there: the sharding, and the axes of its mesh and their sizes. What
+    cannot be said is left out.
+    """
+    module = _partitioned(captured, in_shardings, out_shardings)
+    meshes = read_meshes(module)
+    tag = re.compile(rf'{key} = "(\d+)"')
+    found = {}
+
+    def visit(op: Any) -> Any:
+        attributes = op.operation.attributes
+        if "mhlo.frontend_attributes" in attributes:
+            number = tag.search(str(attributes["mhlo.frontend_attributes"]))
+            if number:
+                reader = _Reader(meshes)
+                with contextlib.suppress(_SubAxis, AnalysisError):
+                    found[int(number[1])] = reader.spec(op.operation.operands[0]), reader.axis_sizes
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def _partitioned(
+    captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
+) -> Any:
     module = _lower(captured, in_shardings, out_shardings)
     with module.context:
         for pipeline in _PASSES:
@@ -107,8 +143,7 @@ def partition(
             # The verifier takes two thirds of the time, and jax made the module.
             manager.enable_verifier(False)
             manager.run(module.operation)
-    wanted = {dot.index for dot in captured.dots if dot.refusal is None}
-    return _read_module(module, wanted), _result_specs(module)
+    return module
 
 
 def _lower(captured: Captured, in_shardings: Sequence[Any], out_shardings: Sequence[Any]) -> Any:

@@ -22,10 +22,11 @@ from collmm.devices import DEFAULT_CHIP, row_of
 from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
 from collmm.options import Options
-from collmm.partition import DotSharding, partition
+from collmm.partition import DotSharding, partition, tagged_shardings
 from collmm.pinning import pin_plan
 from collmm.plan import Decision, Plan, make_plan
 from collmm.plan_file import PlanFile
+from collmm.residuals import SAVED_KEY, save_as_computed
 from collmm.rewrite import rewrite
 from collmm.scatter_sums import next_sums, pin_results, plain_sums, scatter_sums
 from collmm.schedule import Schedule
@@ -138,6 +139,21 @@ def _plan_program(
         sites = share_splits([make_site(d, found.get(d.index)) for d in dots])
         return made([_on_known_mesh(site, meshes) for site in sites])
 
+    def tagged(program: Captured) -> Any:
+        return tagged_shardings(program, in_shardings, out_shardings, SAVED_KEY)
+
+    def asked(program: Captured) -> Plan:
+        if done:
+            decision = next(iter(done.values()))
+            program = with_results(program, meshes[whole_axes(decision.site.axis_sizes)])
+            program = dataclasses.replace(program, closed=plain_sums(program.closed))
+        found, _ = partition(program, in_shardings, out_shardings)
+        return _with_decisions(planned(found), done)
+
+    def with_results(program: Captured, mesh: Any) -> Captured:
+        pinned = pin_results(program.closed, results, out_shardings, mesh)
+        return dataclasses.replace(program, closed=pinned)
+
     def price(site: EinsumSite, collective: Collective, schedule: Schedule) -> Estimate:
         ring = places(site, collective.axes).ring
         return estimate(site, collective, schedule, row, ring)
@@ -149,24 +165,19 @@ def _plan_program(
         return Planned(made([_alone(make_site(d, None)) for d in dots]), closed)
     found, results = partition(captured, in_shardings, out_shardings)
     plan = planned(found)
-    free = captured
+    captured, plan = save_as_computed(captured, plan, meshes, tagged, asked)
     while sums := next_sums(plan, done):
         done.update((i, plan.decisions[i]) for i in sums)
-        free = dataclasses.replace(free, closed=scatter_sums(free, plan, sums, meshes))
-        mesh = meshes[whole_axes(plan.decisions[min(sums)].site.axis_sizes)]
-        pinned_results = pin_results(free.closed, results, out_shardings, mesh)
-        captured = dataclasses.replace(free, closed=pinned_results)
+        captured = dataclasses.replace(captured, closed=scatter_sums(captured, plan, sums, meshes))
         # What follows a scattered sum lies on shards now: ask again where the gathers are.
-        plain = dataclasses.replace(captured, closed=plain_sums(captured.closed))
-        found, _ = partition(plain, in_shardings, out_shardings)
-        plan = _with_decisions(planned(found), done)
+        plan = asked(captured)
+        captured, plan = save_as_computed(captured, plan, meshes, tagged, asked)
     if not plan.rewritten:
         return Planned(plan, closed)
     rewritten = [whole_axes(d.site.axis_sizes) for d in plan.rewritten]
     first = [meshes[axis_sizes] for axis_sizes in rewritten if axis_sizes in meshes]
-    if keep_results and not done and first and isinstance(first[0], jax.sharding.Mesh):
-        pinned_results = pin_results(captured.closed, results, out_shardings, first[0])
-        captured = dataclasses.replace(captured, closed=pinned_results)
+    if done or (keep_results and first and isinstance(first[0], jax.sharding.Mesh)):
+        captured = with_results(captured, first[0])
     refused: dict[int, str] = {}
     new = rewrite(captured, plan, meshes, refused)
     return Planned(_with_decisions(plan, _refused(plan, refused)), new)

@@ -179,6 +179,9 @@ class _Walker:
     def _relax(self, eqn: Any, marks: dict[Any, _Mark]) -> Any:
         mark = _mark(marks, eqn.invars[0])
         spec = _jax.resharding_spec(eqn)
+        if mark is not None and _jax.is_open(eqn, mark[0]):
+            marks[eqn.outvars[0]] = mark
+            return eqn
         if mark is None or spec is None or eqn.primitive.name != "sharding_constraint":
             return eqn
         dim, axes = mark

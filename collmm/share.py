@@ -15,11 +15,13 @@ after::
 
 Einsums join a ring only if they gather the same value in the same way, and if the later one's
 local operand can be had at the place of the earlier one: cheap elementwise equations are moved up
-for that, nothing else is. A sum joins only when its parts have no other reader.
+for that, nothing else is. A sum joins only when its parts have no other reader; what else is added
+in between is added after the ring.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -216,30 +218,61 @@ def canonical_names(eqns: list[Any]) -> dict[Any, Any]:
 # --- one scattered sum ---
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """A value as a sum: a scattered ring's result, if any, and others.
+
+    ``ring``: where the ring stands; None without one. ``adds``: where the additions stand.
+    """
+
+    ring: int | None
+    others: tuple[Any, ...]
+    adds: tuple[int, ...] = ()
+
+
 def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
+    """Join rings whose results are added, in between or directly: ``(w + a) + b = w + (a + b)``."""
     readers = Counter(v for e in eqns for v in e.invars if not _is_literal(v))
     readers.update(v for v in outvars if not _is_literal(v))
-    rings: dict[Any, int] = {}  # result variable -> index of the equation that makes it
-    result = list(eqns)
-    for i, eqn in enumerate(eqns):
+    sums: dict[Any, _Sum] = {}
+    result: list[Any] = []
+
+    def as_sum(atom: Any) -> _Sum:
+        alone = _is_literal(atom) or readers[atom] > 1
+        return _Sum(None, (atom,)) if alone else sums.get(atom, _Sum(None, (atom,)))
+
+    for eqn in eqns:
+        at = len(result)
+        result.append(eqn)
         if eqn.primitive is einsum_reduce_scatter_p:
-            rings[eqn.outvars[0]] = i
+            sums[eqn.outvars[0]] = _Sum(at, ())
         elif eqn.primitive.name in _ADDS:
-            parts = [rings[v] for v in _variables(eqn) if readers[v] == 1 and v in rings]
-            if len(parts) != 2 or parts[0] == parts[1]:
-                continue
-            a, b = (result[k] for k in parts)
-            if _sum_key(a) != _sum_key(b):
-                continue
-            result[i] = _joined_sum(a, b, eqn.outvars)
-            for k in parts:
-                result[k] = None
-            rings[eqn.outvars[0]] = i
+            (out,) = eqn.outvars
+            a, b = map(as_sum, eqn.invars)
+            rings = [s.ring for s in (a, b) if s.ring is not None]
+            others, adds = (*a.others, *b.others), (*a.adds, *b.adds)
+            if len(rings) == 2 and _sum_key(result[rings[0]]) == _sum_key(result[rings[1]]):
+                joined = _joined_sum(*(result[k] for k in rings))
+                for k in (*rings, *adds, at):
+                    result[k] = None
+                sums[out] = _append_sum(result, eqn, joined, others)
+            elif len(rings) == 1:
+                sums[out] = _Sum(rings[0], others, (*adds, at))
     return [eqn for eqn in result if eqn is not None]
 
 
-def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not _is_literal(v)]
+def _append_sum(result: list[Any], add: Any, ring: Any, others: tuple[Any, ...]) -> _Sum:
+    """Append ``ring``, and the sum of its result and ``others`` as the result of ``add``."""
+    (out,) = add.outvars
+    parts = [*others, _jax.fresh_like(out)] if others else [out]
+    at = len(result)
+    result.append(ring.replace(outvars=[parts[-1]]))
+    total = parts[0]
+    for k, part in enumerate(parts[1:], 2):
+        new = out if k == len(parts) else _jax.fresh_like(out)
+        result.append(add.replace(invars=[total, part], outvars=[new]))
+        total = new
+    return _Sum(at, others, tuple(range(at + 1, len(result))))
 
 
 def _sum_key(eqn: Any) -> Any:
@@ -251,9 +284,20 @@ def _sum_key(eqn: Any) -> Any:
     summed = frozenset(a for label in einsum.contracting for a in specs[label])
     base = tuple(specs[label] for label in einsum.out)
     dtype = term.partial.out_dtype
-    return p["out_spec"], p["dim"], p["schedule"], p["mesh"], summed, base, str(dtype)
+    ring = p["schedule"].axes, p["schedule"].order
+    return p["out_spec"], p["dim"], ring, p["mesh"], summed, base, str(dtype)
 
 
-def _joined_sum(a: Any, b: Any, outvars: Any) -> Any:
-    params = dict(a.params, terms=(*a.params["terms"], *b.params["terms"]))
-    return a.replace(invars=[*a.invars, *b.invars], outvars=list(outvars), params=params)
+def _joined_sum(a: Any, b: Any) -> Any:
+    """Return the ring of both sums, run as that of the larger one."""
+    terms = (*a.params["terms"], *b.params["terms"])
+    schedule = max(a, b, key=_work).params["schedule"]
+    params = dict(a.params, terms=terms, schedule=schedule)
+    return a.replace(invars=[*a.invars, *b.invars], params=params)
+
+
+def _work(eqn: Any) -> int:
+    """Multiplications of a scattered sum, on all devices."""
+    shapes = [v.aval.shape for v in eqn.invars]
+    terms = zip(eqn.params["terms"], shapes[::2], shapes[1::2], strict=True)
+    return sum(term.partial.einsum.flops(lhs, rhs) for term, lhs, rhs in terms)
