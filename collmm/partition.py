@@ -125,7 +125,7 @@ def tagged_shardings(
             number = tag.search(str(attributes["mhlo.frontend_attributes"]))
             if number:
                 reader = _Reader(meshes)
-                with contextlib.suppress(_SubAxis, AnalysisError):
+                with contextlib.suppress(AnalysisError):
                     found[int(number[1])] = reader.spec(op.operation.operands[0]), reader.axis_sizes
         return ir.WalkResult.ADVANCE
 
