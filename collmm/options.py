@@ -40,6 +40,8 @@ class Options:
       plan: a plan file, as ``Plan.save`` writes it, which decides alone where it fits.
       on_mismatch: what happens where the plan file does not fit: ``"stop"`` raises
         ``PlanMismatch``, ``"replan"`` warns and plans anew.
+      chains: whether a gather and a scatter with only elementwise work between their einsums
+        become one loop, in which the whole hidden value does not exist.
 
     Raises:
       OptionError: a value is not allowed; the message names the allowed ones.
@@ -55,6 +57,7 @@ class Options:
     overrides: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     plan: str | os.PathLike[str] | None = None
     on_mismatch: str = "stop"
+    chains: bool = True
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
@@ -64,8 +67,9 @@ class Options:
         table = self.table()
         if self.chip is not None and self.chip not in table:
             raise OptionError(f"chip={self.chip!r}; {nearest(str(self.chip), table)}")
-        if not isinstance(self.strict, bool):
-            raise OptionError(f"strict={self.strict!r}; use True or False")
+        for name in ("strict", "chains"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r}; use True or False")
         gain = self.min_gain
         number = isinstance(gain, (int, float)) and not isinstance(gain, bool)
         if not number or not math.isfinite(gain) or not 0 <= gain < 1:

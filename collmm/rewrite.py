@@ -22,6 +22,7 @@ from typing import Any
 
 from collmm import _jax
 from collmm.capture import Captured, site_of
+from collmm.chaining import chain_rings
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p, moved_spec
 from collmm.hand_out import Notes, hand_out
@@ -65,7 +66,14 @@ _AFTER = {
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
 
-def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, str]) -> Any:
+def rewrite(
+    captured: Captured,
+    plan: Plan,
+    meshes: MeshOf,
+    refused: dict[int, str],
+    *,
+    chains: bool = True,
+) -> Any:
     """Return the closed jaxpr of ``captured`` with the plan carried out.
 
     Args:
@@ -73,12 +81,15 @@ def rewrite(captured: Captured, plan: Plan, meshes: MeshOf, refused: dict[int, s
       plan: one decision per number.
       meshes: the ``jax.sharding.Mesh`` for each ``axis_sizes`` that a site names.
       refused: filled with the sites that could not be rewritten after all, and why.
+      chains: whether a gather and a scatter with elementwise work between become one loop.
     """
     walker = _Rewriter(captured, plan, meshes)
     jaxpr = walker.walk(captured.closed.jaxpr)
     refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
     jaxpr = narrow_rings(hand_out(share_rings(closed.jaxpr), walker.notes))
+    if chains:
+        jaxpr = chain_rings(jaxpr)
     closed = _jax.drop_dead(closed.replace(jaxpr=jaxpr))
     _check_bound(closed.jaxpr)
     return closed

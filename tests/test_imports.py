@@ -41,9 +41,13 @@ LAYERS = (
     (
         "share",
         "hand_out",
+    (
         "residuals",
         "narrow",
         "exchange",
+        "chained",
+        "chaining",
+    ),
         "rewrite",
         "rewrite_manual",
         "scatter_sums",
