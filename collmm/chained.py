@@ -26,6 +26,7 @@ from collmm.primitives import (
     label_axes_of,
     pspec,
     summed_axes,
+    without_ring,
 )
 from collmm.schedule import Schedule
 from collmm.sites import Spec
@@ -56,6 +57,7 @@ class Chain:
       gathered_spec, dim: of the gathered operand, before the gather.
       kept_uses: the uses whose results are handed out.
       kept_middle: the results of ``middle`` that are handed out.
+      keep_gathered: whether the gathered operand is handed out too, last.
       schedule: how the ring runs.
     """
 
@@ -73,6 +75,7 @@ class Chain:
     dim: int
     kept_uses: tuple[int, ...]
     kept_middle: tuple[int, ...]
+    keep_gathered: bool
     schedule: Schedule
 
     def __str__(self) -> str:
@@ -104,6 +107,7 @@ def _impl(*operands: Any, chain: Chain, mesh: Any) -> list[Any]:
         chain.out_spec,
         *(chain.uses[k].out_spec for k in chain.kept_uses),
         *(chain.middle_spec for _ in chain.kept_middle),
+        *([_gathered_spec(chain)] if chain.keep_gathered else []),
     ]
     mapped = _jax.shard_map_all(
         body, mesh, tuple(map(pspec, in_specs)), list(map(pspec, out_specs))
@@ -135,6 +139,7 @@ def _loop(chain: Chain, operands: Sequence[Any]) -> ChainLoop:
         out_dim=chain.out_dim,
         kept_consumers=chain.kept_uses,
         kept_middle=chain.kept_middle,
+        keep_gathered=chain.keep_gathered,
     )
 
 
@@ -176,7 +181,12 @@ def _finishers(chain: Chain) -> list[Callable[[Any], Any]]:
         axes = use_axes(use, chain.gathered_spec, chain.dim, chain.schedule)
         out = tuple(axes[label] for label in use.consumer.partial.einsum.out)
         steps.append(_finisher(use.out_spec, out, summed_axes(use.consumer.partial, axes)))
-    return [*steps, *(lambda x: x for _ in chain.kept_middle)]
+    as_it_is = len(chain.kept_middle) + chain.keep_gathered
+    return [*steps, *(lambda x: x for _ in range(as_it_is))]
+
+
+def _gathered_spec(chain: Chain) -> Spec:
+    return without_ring(chain.gathered_spec, chain.dim, chain.schedule)
 
 
 def use_axes(
@@ -186,7 +196,7 @@ def use_axes(
 
     ``spec`` and ``dim`` are those of the gathered operand, before the gather.
     """
-    whole = (*spec[:dim], spec[dim][: -len(schedule.axes)], *spec[dim + 1 :])
+    whole = without_ring(spec, dim, schedule)
     return label_axes_of(
         (use.consumer.gathered_labels(), whole), (use.consumer.local_labels(), use.local_spec)
     )
@@ -222,6 +232,8 @@ def _abstract(*operands: Any, chain: Chain, mesh: Any) -> list[Any]:
         shape, use = results[k]
         made.append((shape, use.consumer.partial.out_dtype, use.out_spec))
     made += [(hidden, values[k].dtype, chain.middle_spec) for k in chain.kept_middle]
+    if chain.keep_gathered:
+        made.append((tuple(whole), operands[0].dtype, _gathered_spec(chain)))
     if mesh is None:
         return [_jax.manual_aval(operands, s, d, chain.schedule.axes) for s, d, _ in made]
     return [_jax.aval_like(operands, s, d, spec) for s, d, spec in made]

@@ -40,7 +40,7 @@ _ELEMENTWISE = frozenset(
 )
 _WRAPPERS = ("custom_jvp_call", "custom_vjp_call", "jit", "pjit")
 # What the two rings may be asked for; one with more than that is left as it is.
-_GATHER_PARAMS = {"uses", "gathered_spec", "dim", "schedule", "mesh"}
+_GATHER_PARAMS = {"uses", "gathered_spec", "dim", "schedule", "mesh", "hand_out"}
 _SCATTER_PARAMS = {"terms", "out_spec", "dim", "schedule", "mesh"}
 
 
@@ -212,6 +212,8 @@ def _fits(gather: Any, k: int, scatter: Any, spec: Spec, dim: int) -> bool:
         return False
     if g["mesh"] != s["mesh"] or not _plain(gather, _GATHER_PARAMS) or getattr(a, "inner", None):
         return False
+    if k >= len(g["uses"]):
+        return False  # the gathered operand itself
     use = g["uses"][k]
     einsum = use.consumer.partial.einsum
     label = use.consumer.gathered_labels()[g["dim"]]
@@ -235,7 +237,7 @@ def _even(gather: Any, scatter: Any) -> bool:
     g, s = gather.params, scatter.params
     sizes = dict(g["mesh"].shape)
     shards = [(gather.invars[0], g["gathered_spec"]), (scatter.outvars[0], s["out_spec"])]
-    for use, local, out in zip(g["uses"], gather.invars[1:], gather.outvars, strict=True):
+    for use, local, out in zip(g["uses"], gather.invars[1:], gather.outvars, strict=False):
         shards += [(local, use.local_spec), (out, use.out_spec)]
     for t, term in enumerate(s["terms"]):
         shards += [
@@ -272,7 +274,8 @@ def is_elementwise(eqn: Any, shape: tuple[int, ...], spec: Spec) -> bool:
 def _chained(body: _Body, link: _Link) -> list[Any] | None:
     """Return the equations with one link made a chain; None where that is not possible."""
     handed, again = _handed_out(body, link)
-    kept_uses = [k for k, v in enumerate(link.gather.outvars) if v in handed]
+    results = link.gather.outvars[: len(link.gather.params["uses"])]
+    kept_uses = [k for k, v in enumerate(results) if v in handed]
     kept_values = [v for i in link.between for v in body.eqns[i].outvars if v in handed]
     new = _chain_eqn(body, link, kept_uses, kept_values)
     if new is None or type_change(new.outvars, new):
@@ -406,10 +409,13 @@ def _chain_eqn(body: _Body, link: _Link, kept_uses: list[int], kept_values: list
         dim=g["dim"],
         kept_uses=tuple(kept_uses),
         kept_middle=tuple(range(len(kept_values))),
+        keep_gathered=g["hand_out"],
         schedule=dataclasses.replace(g["schedule"], chains=s["schedule"].chains),
     )
     invars = [*link.gather.invars, *extras, *arrays]
-    outvars = [*link.scatter.outvars, *(link.gather.outvars[k] for k in kept_uses), *kept_values]
+    results = link.gather.outvars
+    outvars = [*link.scatter.outvars, *(results[k] for k in kept_uses), *kept_values]
+    outvars += results[len(g["uses"]) :]
     params = {"chain": chain, "mesh": g["mesh"]}
     return _jax.primitive_eqn(link.scatter, chained_einsums_p, invars, outvars, params)
 

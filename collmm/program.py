@@ -179,7 +179,9 @@ def _plan_program(
     if done or (keep_results and first and isinstance(first[0], jax.sharding.Mesh)):
         captured = with_results(captured, first[0])
     refused: dict[int, str] = {}
-    new = rewrite(captured, plan, meshes, refused, chains=options.chains)
+    new = rewrite(
+        captured, plan, meshes, refused, chains=options.chains and options.max_permutes is None
+    )
     return Planned(_with_decisions(plan, _refused(plan, refused)), new)
 
 

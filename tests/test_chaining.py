@@ -319,11 +319,12 @@ def test_the_loop_alone_every_way(n, two_way, unroll):
             out_dim=0,
             kept_consumers=(0, 1),
             kept_middle=(1,),
+            keep_gathered=True,
         ).run()
 
     specs = (P("model"), P(None, "model"), P(None, "model"), P("model"))
-    outs = (P("model"), P(None, "model"), P(None, "model"), P(None, "model"))
+    outs = (P("model"), P(None, "model"), P(None, "model"), P(None, "model"), P())
     run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=list(outs), check_vma=False)
     got = jax.jit(run)(x, w, z, v)
     h = x @ w
-    same(got, [(h * h - 1) @ v, h, x.T @ z, h + 2])
+    same(got, [(h * h - 1) @ v, h, x.T @ z, h + 2, x])

@@ -48,6 +48,7 @@ class ChainLoop:
       terms: the einsums whose sum is scattered.
       out_dim: the scattered dimension of their result.
       kept_consumers, kept_middle: whose results somebody else reads.
+      keep_gathered: whether somebody else reads the gathered operand.
     """
 
     schedule: Schedule
@@ -64,6 +65,7 @@ class ChainLoop:
     out_dim: int
     kept_consumers: tuple[int, ...]
     kept_middle: tuple[int, ...]
+    keep_gathered: bool = False
 
     @property
     def block(self) -> int:
@@ -71,7 +73,10 @@ class ChainLoop:
         return self.shard.shape[self.dim]
 
     def run(self) -> list[Array]:
-        """Return this device's block of the sum, then what is kept: consumers', then middle's."""
+        """Return this device's block of the sum, then what is kept.
+
+        That is consumers' results, middle's results and the gathered operand, in this order.
+        """
         schedule = self.schedule
         parts = scatter_parts(
             schedule.ring_size, schedule.two_way, self.block, schedule.accumulators
@@ -104,8 +109,10 @@ class ChainLoop:
             self._keep(states[i], k, pieces[k], start) for i, k in enumerate(self.kept_consumers)
         ]
         whole = self.block * self.schedule.ring_size
-        for state, k in zip(states[len(kept) :], self.kept_middle, strict=True):
+        for state, k in zip(states[len(kept) :], self.kept_middle, strict=False):
             kept.append(put(state, values[k], self.middle_dim, start, whole))
+        if self.keep_gathered:
+            kept.append(put(states[-1], x, self.dim, start, whole))
         return tuple(kept), values
 
     def _consume(self, k: int, x: Array, part: Part, start: Array) -> Array:
@@ -214,7 +221,8 @@ def _begin(
     """
     cuts = tuple(ring.cut(part) for part in parts)
     xs = _send(ring, parts, cuts)
-    states: _States = (None,) * (len(ring.kept_consumers) + len(ring.kept_middle))
+    kept = len(ring.kept_consumers) + len(ring.kept_middle) + ring.keep_gathered
+    states: _States = (None,) * kept
     own = []
     for x, part in zip(cuts[: (len(parts) + 1) // 2], parts, strict=False):
         states, values = ring.front(states, x, part, ring.start(pos, part, 0))
