@@ -24,12 +24,12 @@ from collmm.primitives import (
     ScatterTerm,
     finish,
     label_axes_of,
-    pspec,
     summed_axes,
     without_ring,
 )
 from collmm.schedule import Schedule
 from collmm.sites import Spec
+from collmm.uneven import pspec
 
 
 @dataclasses.dataclass(frozen=True)
