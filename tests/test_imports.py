@@ -41,13 +41,11 @@ LAYERS = (
     (
         "share",
         "hand_out",
-    (
         "residuals",
         "narrow",
         "exchange",
         "chained",
         "chaining",
-    ),
         "rewrite",
         "rewrite_manual",
         "scatter_sums",
