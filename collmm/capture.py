@@ -68,6 +68,7 @@ class CapturedDot:
       narrow: per operand and dimension, how much of its bytes a ring would send: less than 1.0
         where it is made of a narrower value by casts and scales.
       dependence: which einsums it waits for and which wait for it.
+      follows: the einsum whose result an operand is an elementwise function of; -1: none.
     """
 
     index: int
@@ -81,6 +82,7 @@ class CapturedDot:
     sources: tuple[int, int] = (-1, -1)
     narrow: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     dependence: Dependence | None = None
+    follows: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,20 +136,33 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
         return known[root]
 
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    makers: dict[Any, int] = {}  # the einsum that a value is an elementwise function of
     for eqn in jaxpr.eqns:
         number = site_of(eqn)
+        made = [(v, makers[v]) for v in eqn.invars if not _is_literal(v) and v in makers]
         if number is not None:
             lhs, rhs = map(number_of, eqn.invars)
+            if made:
+                dots[number] = dataclasses.replace(dots[number], follows=made[0][1])
+            makers[eqn.outvars[0]] = number
             left, right = (narrow_share(v, producers) for v in eqn.invars)
             dots[number] = dataclasses.replace(
                 dots[number], sources=(lhs, rhs), narrow=(left, right)
             )
-        elif _jax.is_resharding(eqn):
+            continue
+        for v, maker in made:
+            same = [out for out in eqn.outvars if out.aval.shape == v.aval.shape]
+            makers.update((out, maker) for out in same)
+        if _jax.is_resharding(eqn):
             (source,) = eqn.invars
             if not isinstance(source, _jax.Literal):
                 roots[eqn.outvars[0]] = roots.get(source, source)
         for _, _, sub in _jax.jaxprs_in(eqn):
             _number_sources(_jax.open_jaxpr(sub), dots, numbers)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, _jax.Literal)
 
 
 def site_of(eqn: Any) -> int | None:

@@ -76,6 +76,7 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         scope=dot.scope,
         typed=dot.typed,
         sources=dot.sources,
+        follows=dot.follows,
         precision=_precision(dot.eqn.params["precision"]),
         body=dot.dependence.body if dot.dependence else 0,
         ready=dot.dependence.ready if dot.dependence else None,

@@ -15,14 +15,15 @@ from collmm import plan_file, report
 from collmm.constraints import Form, Overrides, form_for, read_overrides
 from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
 from collmm.cost.einsum import product_of, time_of
-from collmm.cost.estimate import Estimate, Shared, assumed_ring, estimate, plain_s
+from collmm.cost.estimate import Estimate, assumed_ring, estimate, plain_s
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Hidden, hidden_seconds
+from collmm.cost.steps import Shared
 from collmm.errors import Reason
 from collmm.explanation import Explanation, explain
 from collmm.options import Options
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
 
 if TYPE_CHECKING:
     from collmm.memory import Memory
@@ -166,7 +167,11 @@ def make_plan(
             best = _forced(site, choice, form, chip, places)
             decisions.append(_made(site, choice, best, f"override {form.text!r}"))
         else:
-            decisions.append(_decide(site, choice, options))
+            decision = _decide(site, choice, options)
+            before = choices.get(site.follows)
+            if not decision.rewritten and before is not None:
+                decision = _chained(decision, choice, before, options)
+            decisions.append(decision)
     return Plan(
         tuple(decisions),
         options.policy,
@@ -229,6 +234,34 @@ def _decide(site: EinsumSite, choice: _Choice, options: Options) -> Decision:
     needed = report.human_bytes(min(c.estimate.memory_bytes for c in paying))
     detail = f"it takes {needed} or more"
     return dataclasses.replace(left, reason=Reason.MEMORY_BUDGET, detail=detail)
+
+
+def _chained(left: Decision, own: _Choice, before: _Choice, options: Options) -> Decision:
+    """Return the decision for a scatter that pays only in one loop with the gather before it.
+
+    A chain writes no gathered result, and all its transfers hide behind all its einsums.
+    """
+    last, first = own.candidates[0], before.candidates[0]
+    kinds = last.collective.kind, first.collective.kind
+    same = last.schedule.axes == first.schedule.axes
+    if kinds != (REDUCE_SCATTER, ALL_GATHER) or not same or options.max_permutes is not None:
+        return left
+    able = options.chains and options.policy == "auto" and left.reason is Reason.NOT_WORTH
+    if not able or not first.estimate.pays(options.min_gain):
+        return left
+    a, b = first.estimate, last.estimate
+    transfer = a.steps * a.step_permute_s + b.steps * b.step_permute_s
+    einsums = a.einsum_s + a.loss_s + b.einsum_s + b.loss_s
+    together = a.after_s - a.exposed_s - a.traffic_s + b.after_s - b.exposed_s
+    together += max(0.0, transfer - einsums)
+    apart = a.after_s + b.before_s
+    if 1 - together / apart <= options.min_gain or not options.fits_memory(b.memory_bytes):
+        return left
+    detail = (
+        f"in one loop with the gather of einsum {left.site.follows}: predicted "
+        f"{report.seconds(together)} for both, {report.seconds(apart)} with this one as it is"
+    )
+    return _made(left.site, own, last, detail)
 
 
 def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:

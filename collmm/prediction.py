@@ -129,7 +129,12 @@ def durations_for(chip: Chip, basis: Basis = "achievable") -> Durations:
         name = f"float8_{dtype[2:]}" if dtype.startswith("f8") else _DTYPES.get(dtype, dtype)
         return chip.flops_per_s(name, precision, basis)
 
-    return Durations(clock_hz=chip.clock_hz(), peak=peak, memory=chip.hbm_bytes_per_s(basis))
+    def share(rows: int, depth: int, columns: int) -> float:
+        return 1.0 if chip.table is None else chip.table.share(rows, depth, columns)
+
+    return Durations(
+        clock_hz=chip.clock_hz(), peak=peak, memory=chip.hbm_bytes_per_s(basis), share=share
+    )
 
 
 def _beside(module: Module, f: Finding, durations: Durations) -> tuple[Einsum, ...]:

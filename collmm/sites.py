@@ -92,6 +92,7 @@ class EinsumSite:
       detail: more about the refusal, in words.
       manual: it stands inside a user's ``shard_map``: shapes are one device's, specs are empty.
       typed: the result's sharding is part of its type (explicit mesh axes).
+      follows: number of the einsum whose result an operand is an elementwise function of; -1: none.
       sources: which value lhs and rhs are, before any resharding: einsums with the same number
         read the same value.
       precision: of the user's ``dot_general``: ``"default"``, or ``"highest"``.
@@ -119,6 +120,7 @@ class EinsumSite:
     manual: bool = False
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
+    follows: int = -1
     precision: str = "default"
     body: int = 0
     ready: tuple[int, int] | None = None

@@ -155,7 +155,7 @@ def words(site, row="v5e", **options):
 
 
 def test_a_transfer_that_an_einsum_cannot_hide():
-    text = words(matmul(REDUCE_SCATTER, 4096, 512, 4096))
+    text = words(matmul(REDUCE_SCATTER, 4200, 512, 4096, ring=7))
     assert re.match(
         r"declined: the [\d.]+ us einsum cannot hide [\d.]+ [mu]s of transfer, [\d.]+ [mu]s stay "
         r"exposed; a loop costs [\d.]+ % ",
@@ -176,8 +176,8 @@ def test_a_collective_that_is_too_small_to_matter():
 def test_a_decode_gemm_has_nothing_to_hide_behind():
     text = words(matmul(ALL_GATHER, 8, 1024, 1024))
     assert re.match(
-        r"declined: the [\d.]+ us einsum cannot hide [\d.]+ us of transfer, [\d.]+ us stay "
-        r"exposed; a loop costs",
+        r"declined: 8 smaller einsums take [\d.]+ us longer than the whole one, and there is "
+        r"[\d.]+ us of all-gather to hide; a loop costs",
         text,
     )
 
@@ -363,3 +363,17 @@ def test_explaining_asks_the_model_a_bounded_number_of_times(monkeypatch):
     )
     plan.explain()
     assert 0 < len(asked) < 300 * len(sites)
+
+
+def test_a_scatter_that_pays_only_in_one_loop_with_the_gather_before_it():
+    first = matmul(ALL_GATHER, 8192, 8192, 28672)
+    last = dataclasses.replace(matmul(REDUCE_SCATTER, 8192, 28672, 8192), index=1)
+    row = chip("h100")
+    apart = make_plan([first, last], Options(), row)
+    assert [d.rewritten for d in apart.decisions] == [True, False]
+    following = dataclasses.replace(last, follows=0)
+    plan = make_plan([first, following], Options(), row)
+    assert [d.rewritten for d in plan.decisions] == [True, True]
+    assert "in one loop with the gather of einsum 0" in plan.decisions[1].detail
+    for options in (Options(chains=False), Options(max_permutes=20), Options(policy="never")):
+        assert not make_plan([first, following], options, row).decisions[1].rewritten

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from collmm.cost.collectives import Ring
-from collmm.cost.estimate import Estimate, Shared, estimate
+from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
+from collmm.cost.steps import Shared
 from collmm.schedule import MAX_UNROLLED_RING, Schedule
 from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
 

@@ -1,16 +1,15 @@
-"""Seconds an einsum takes on one device: a roofline over padded tiles.
+"""Seconds an einsum takes on one device: a roofline over padded tiles, and what its shape loses.
 
-An einsum is a batch of matrix products ``[rows, depth] @ [depth, columns]``. Its time is the longer
-of two: the floating-point operations of the tiles it fills, over the matrix peak; and the bytes it
-reads and writes, over the bandwidth of the device memory. What the shape loses besides is a
-factor per chip (``Chip.efficiency``).
+An einsum is a batch of matrix products ``[rows, depth] @ [depth, columns]``. Its time is the
+longest of: the floating-point operations of the tiles it fills, over the matrix peak; the bytes it
+reads and writes, over the bandwidth of the memory they are in; and its result, element by element.
+How much of each rate a shape reaches is fitted per chip (``Chip.shape``, ``Chip.table``).
 
 >>> from collmm.cost.hardware import chip
->>> whole = Product(1, 4096, 8192, 4096)
->>> round(1e6 * time_of(whole, chip("v5e")).seconds)
+>>> bare = dataclasses.replace(chip("v5e"), shape=None)
+>>> round(1e6 * time_of(Product(1, 4096, 8192, 4096), bare).seconds)
 1395
->>> thin = Product(1, 100, 8192, 4096)  # 128 rows are multiplied, and the weight is read whole
->>> time_of(thin, chip("v5e")).padding
+>>> time_of(Product(1, 4096, 8192, 100), bare).padding  # 128 columns are multiplied
 1.28
 """
 
@@ -18,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from collmm.cost.figures import Basis, Chip
 from collmm.sites import EinsumSite
 
 _NONE: Mapping[int, int] = {}
+_ROUNDED = 4
+"""The corners of the roofline: close to one, a second leg adds to the longest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Product:
         return 2 * self.multiplies * self.batch * self.rows * self.depth * self.columns
 
     @property
+    def results(self) -> int:
+        """Elements of the result."""
+        return self.batch * self.rows * self.columns
+
+    @property
     def lhs_bytes(self) -> int:
         """Bytes of the left operand."""
         return self.batch * self.rows * self.depth * self.itemsizes[0]
@@ -65,7 +71,7 @@ class Product:
     @property
     def out_bytes(self) -> int:
         """Bytes of the result."""
-        return self.batch * self.rows * self.columns * self.itemsizes[2]
+        return self.results * self.itemsizes[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +79,9 @@ class EinsumTime:
     """Predicted seconds of one einsum on one device, and what they are made of.
 
     Attributes:
-      seconds: the longer of the next two.
+      seconds: all of it.
       compute_s: of the matrix unit, padding and efficiency included.
-      memory_s: of reading both operands and writing the result once.
+      memory_s: of the traffic with the device memory.
       bytes: of that.
       padding: operations of the tiles filled, over those asked for; 1 or more.
       note: what had to be assumed, or empty.
@@ -84,7 +90,7 @@ class EinsumTime:
     seconds: float
     compute_s: float
     memory_s: float
-    bytes: int
+    bytes: float
     padding: float
     note: str = ""
 
@@ -118,18 +124,56 @@ def product_of(site: EinsumSite, parts: Mapping[int, int] = _NONE, precision: st
     )
 
 
-def time_of(product: Product, chip: Chip, basis: Basis = "achievable") -> EinsumTime:
-    """The time of ``product`` on one device of ``chip``."""
+def time_of(
+    product: Product,
+    chip: Chip,
+    basis: Basis = "achievable",
+    *,
+    moved: float | None = None,
+    onchip: float = 0.0,
+    kept: bool = False,
+) -> EinsumTime:
+    """The time of ``product`` on one device of ``chip``.
+
+    Args:
+      product: the einsum.
+      chip: the hardware row, per device.
+      basis: of the rates.
+      moved: bytes that it reads from and writes to the device memory; without, both operands and
+        the result once.
+      onchip: bytes that it reads from and writes to the memory on the chip.
+      kept: whether the result stays on the chip.
+    """
     rate = chip.peak(product.dtype, product.precision)
     note = ""
     if rate is None:
         rate = chip.bf16
         note = f"no peak known for {product.dtype} on {chip.name}; bf16 taken"
+    if moved is None:
+        moved = product.lhs_bytes + product.rhs_bytes + product.out_bytes
     padding = _padding(product, chip)
     compute_s = padding * product.flops / rate.value(basis)
-    moved = product.lhs_bytes + product.rhs_bytes + product.out_bytes
     memory_s = moved / chip.hbm_bytes_per_s(basis)
-    return EinsumTime(max(compute_s, memory_s), compute_s, memory_s, moved, padding, note)
+    shape = chip.shape
+    if shape is not None:
+        compute_s /= shape.matrix_share.value
+        memory_s /= shape.memory_share.value
+        result_s = product.results * (shape.kept if kept else shape.result).value
+        legs = (compute_s, memory_s, result_s, onchip / shape.onchip.value)
+        seconds = shape.start.value + _rounded(legs)
+    elif chip.table is not None:
+        compute_s /= chip.table.share(product.rows, product.depth, product.columns)
+        seconds = max(compute_s, memory_s)
+    else:
+        seconds = max(compute_s, memory_s)
+    return EinsumTime(seconds, compute_s, memory_s, moved, padding, note)
+
+
+def _rounded(legs: Sequence[float]) -> float:
+    longest = max(legs)
+    if not longest:
+        return 0.0
+    return longest * sum((leg / longest) ** _ROUNDED for leg in legs) ** (1 / _ROUNDED)
 
 
 def _padding(product: Product, chip: Chip) -> float:

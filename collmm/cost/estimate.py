@@ -24,10 +24,13 @@ from typing import Any
 
 from collmm.cost import collectives
 from collmm.cost.collectives import Ring
-from collmm.cost.einsum import Product, product_of, time_of
+from collmm.cost.einsum import product_of, time_of
 from collmm.cost.figures import Chip
+from collmm.cost.steps import Shared, loop_of
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
+
+_GRID_SHARD = 2**19
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +106,6 @@ class Estimate:
         return {**dataclasses.asdict(self), **totals}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """An einsum that shares the ring: its site, and its collective that the ring replaces."""
-
-    site: EinsumSite
-    collective: Collective
-
-
 def estimate(
     site: EinsumSite,
     collective: Collective,
@@ -140,8 +135,8 @@ def estimate(
     collective_s = plain_s(collective, ring)
     others = [c for m in members for c in m.site.loopable if c is not m.collective]
     notes = dict.fromkeys(filter(None, (ring.note, *(t.note for t in whole))))
-    loop = _LOOPS[collective.kind](members, schedule, chip, ring)
-    compute_s = sum(p.count * p.compute for p in loop.phases)
+    loop = loop_of(members, schedule, chip, ring)
+    rest = dataclasses.replace(collective, kind=ALL_GATHER)
     return Estimate(
         einsum_s=einsum_s,
         collective_s=collective_s,
@@ -150,15 +145,13 @@ def estimate(
         steps=loop.steps,
         step_einsum_s=loop.einsum_s,
         step_permute_s=loop.permute_s,
-        loss_s=compute_s - einsum_s,
-        traffic_s=loop.traffic_s,
-        launch_s=loop.steps * ring.step_s,
+        loss_s=sum(p.count * p.compute for p in loop.phases) - einsum_s,
+        traffic_s=loop.passes_s,
+        launch_s=sum(p.count * p.launched for p in loop.phases),
         prologue_s=loop.prologue_s,
         epilogue_s=loop.epilogue_s,
-        exposed_s=sum(p.count * p.exposed for p in loop.phases) + loop.prologue_s + loop.epilogue_s,
-        rest_s=plain_s(dataclasses.replace(collective, kind=ALL_GATHER), ring)
-        if collective.kind == ALL_REDUCE
-        else 0.0,
+        exposed_s=sum(p.count * p.exposed for p in loop.phases),
+        rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,
         permutes=loop.permutes,
@@ -173,175 +166,51 @@ def plain_s(collective: Collective, ring: Ring) -> float:
         return 0.0
     size = collective.bytes
     seconds = {
-        ALL_GATHER: collectives.all_gather_s,
-        REDUCE_SCATTER: collectives.reduce_scatter_s,
+        ALL_GATHER: compiled_all_gather_s,
+        REDUCE_SCATTER: compiled_reduce_scatter_s,
         ALL_REDUCE: collectives.all_reduce_s,
         ALL_TO_ALL: lambda ring, size: collectives.all_to_all_s(ring, size * ring.size),
     }[collective.kind](ring, size)
     return seconds + ring.launch_s
 
 
+def compiled_all_gather_s(ring: Ring, full_bytes: float) -> float:
+    """Seconds of an all-gather as libtpu makes it: small ones over a large grid as an all-reduce.
+
+    On 8x8 chips without wraparound, shards of less than half a MiB (seen for v5e and v6e).
+    """
+    grid = ring.kind == "torus" and len(ring.axes) == 2 and min(ring.axes) >= 8
+    if grid and not any(ring.wraps) and full_bytes / ring.size < _GRID_SHARD:
+        return collectives.all_reduce_s(ring, full_bytes)
+    return collectives.all_gather_s(ring, full_bytes)
+
+
+def compiled_reduce_scatter_s(ring: Ring, full_bytes: float) -> float:
+    """Seconds of a reduce-scatter as libtpu makes it: as one ring, or as an all-reduce and a slice.
+
+    One ring through all members uses one direction of its links, whatever else there is; where the
+    members span three torus axes, or two that wrap, libtpu makes an all-reduce over all of them and
+    keeps a slice (seen for v4, v5e, v5p and v6e). Elsewhere as ``reduce_scatter_s``.
+    """
+    if ring.kind != "torus" or ring.size <= 2:
+        return collectives.reduce_scatter_s(ring, full_bytes)
+    one_ring = full_bytes * (ring.size - 1) / ring.size / ring.link
+    one_ring_s = max(one_ring, (ring.size - 1) * ring.hop_s)
+    if len(ring.axes) > 2 or (len(ring.axes) == 2 and all(ring.wraps)):
+        return min(one_ring_s, collectives.all_reduce_s(ring, full_bytes))
+    return one_ring_s
+
+
 def assumed_ring(chip: Chip, size: int) -> Ring:
     """The ring of ``size`` devices where nothing is known of them.
 
-    One torus axis, or as few NVLink domains as hold it.
+    One torus axis, or as few NVLink domains as hold it. The torus axis closes where a ring of that
+    size can: an even one goes round any two axes, and a mesh that has a choice is laid out so.
     """
     if chip.kind == "tpu":
-        return collectives.torus_ring(chip, (size,))
+        closes = size > 2 and size % 2 == 0
+        return collectives.torus_ring(chip, (size,), wraps=(closes or bool(chip.wraps(size)),))
     nodes = -(-size // chip.domain)
     while size % nodes:
         nodes += 1
     return collectives.gpu_ring(chip, size // nodes, nodes)
-
-
-# --- loops ---
-
-
-@dataclasses.dataclass(frozen=True)
-class _Phase:
-    """``count`` equal steps: ``compute`` seconds while ``transfer`` seconds are on their way."""
-
-    count: int
-    compute: float
-    transfer: float
-
-    @property
-    def exposed(self) -> float:
-        return max(0.0, self.transfer - self.compute)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """What a loop does, step by step."""
-
-    phases: tuple[_Phase, ...]
-    steps: int
-    einsum_s: float
-    permute_s: float
-    traffic_s: float = 0.0
-    prologue_s: float = 0.0
-    epilogue_s: float = 0.0
-    memory_bytes: int = 0
-    link_bytes: int = 0
-    permutes: int = 0
-
-
-def _gather_loop(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> _Loop:
-    """Shards travel; each is multiplied while the next is on its way."""
-    n = schedule.ring_size
-    shard = members[0].collective.ring_bytes / n
-    parts = [_partial(m, n) for m in members]
-    e = sum(time_of(p, chip).seconds for p in parts)
-    one = ring.launch_s + collectives.permute_step_s(ring, shard)
-    if schedule.two_way and n > 2:
-        both = ring.launch_s + collectives.permute_step_s(ring, 2 * shard, two_way=True)
-        common, more = (n - 1) // 2, 1 - n % 2
-        phases = [_Phase(1, e, both), _Phase(common - 1, 2 * e, both)]
-        phases += [_Phase(1, 2 * e, one), _Phase(1, e, 0.0)] if more else [_Phase(1, 2 * e, 0.0)]
-        permute_s = both
-    else:
-        phases = [_Phase(n - 1, e, one), _Phase(1, e, 0.0)]
-        permute_s = one
-    return _Loop(
-        tuple(phases),
-        steps=n,
-        einsum_s=e,
-        permute_s=permute_s,
-        traffic_s=_gather_traffic(members, schedule, chip, shard),
-        memory_bytes=int((4 if schedule.two_way else 2) * shard) - members[0].collective.bytes,
-        link_bytes=int((n - 1) * shard),
-        permutes=n - 1,
-    )
-
-
-def _gather_traffic(
-    members: Sequence[Shared], schedule: Schedule, chip: Chip, shard: float
-) -> float:
-    """Sums that are added up in memory, and copies of the shards that a rolled loop carries."""
-    n = schedule.ring_size
-    moved = 0.0
-    for m in members:
-        einsum, operand = m.site.einsum, m.collective.operand
-        label = (einsum.lhs, einsum.rhs)[operand or 0][m.collective.dim]
-        if label in einsum.contracting:
-            product = product_of(m.site)
-            wide = product.out_bytes // product.itemsizes[2] * max(4, product.itemsizes[2])
-            moved += 2 * (n - 1) * wide
-    if not schedule.unroll:
-        moved += 2 * (n - 2) * shard
-    return moved / chip.hbm_bytes_per_s()
-
-
-def _scatter_loop(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> _Loop:
-    """The accumulator travels, and each device adds its share."""
-    n = schedule.ring_size
-    c = members[0].collective
-    out = members[0].site
-    wide = max(4, out.itemsizes[2]) if out.dtypes[2] in _SUMMED_WIDE else out.itemsizes[2]
-    block = c.bytes / n / out.itemsizes[2] * wide
-    count = schedule.accumulators
-    parts = [_partial(m, n * count) for m in members]
-    e = count * sum(time_of(p, chip).seconds for p in parts)
-    traffic = 0.0
-    if count == 1:
-        p = ring.launch_s + collectives.permute_step_s(ring, block)
-        phases = [_Phase(1, e, 0.0), _Phase(n - 1, e, p)]
-        traffic = 3 * (n - 1) * block / chip.hbm_bytes_per_s()
-        prologue = epilogue = 0.0
-    else:
-        # One group of accumulators is on its way while the other is multiplied.
-        group = block * ((count + 1) // 2) / count
-        p = ring.launch_s + collectives.permute_step_s(ring, group, schedule.two_way)
-        phases = [_Phase(1, e / 2, 0.0), _Phase(2 * (n - 1), e / 2, p), _Phase(1, e / 2, 0.0)]
-        prologue = epilogue = 0.0
-    return _Loop(
-        tuple(phases),
-        steps=n * count,
-        einsum_s=e / count,
-        permute_s=p,
-        traffic_s=traffic,
-        prologue_s=prologue,
-        epilogue_s=epilogue,
-        memory_bytes=int(3 * block) - c.bytes,
-        link_bytes=int((n - 1) * block),
-        permutes=(n - 1) * count,
-    )
-
-
-_SUMMED_WIDE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-
-
-def _exchange_loop(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> _Loop:
-    """Every peer's block goes straight to it, independent of every other."""
-    n = schedule.ring_size
-    c = members[0].collective
-    e = sum(time_of(_partial(m, n), chip).seconds for m in members)
-    # The links are those of the all-to-all itself.
-    block = ring.launch_s + collectives.all_to_all_s(ring, c.bytes * n) / max(1, n - 1)
-    phases = (_Phase(n - 1, e, block), _Phase(1, e, 0.0))
-    return _Loop(
-        phases,
-        steps=n,
-        einsum_s=e,
-        permute_s=block,
-        memory_bytes=int(2 * c.bytes / n),
-        link_bytes=int(c.bytes * (n - 1) / n),
-        permutes=n - 1,
-    )
-
-
-def _partial(member: Shared, parts: int) -> Product:
-    """One step's einsum: the label of the collective cut into ``parts``."""
-    c, einsum = member.collective, member.site.einsum
-    sent = c.kind == ALL_TO_ALL and c.operand is None
-    dim = c.split_dim if sent else c.dim
-    labels = einsum.out if c.operand is None else (einsum.lhs, einsum.rhs)[c.operand]
-    return product_of(member.site, {labels[dim]: parts})
-
-
-_LOOPS = {
-    ALL_GATHER: _gather_loop,
-    REDUCE_SCATTER: _scatter_loop,
-    ALL_REDUCE: _scatter_loop,
-    ALL_TO_ALL: _exchange_loop,
-}

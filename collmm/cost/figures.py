@@ -6,7 +6,11 @@ Every number is in SI units (flop/s, bytes/s, bytes, Hz, seconds). A quantity no
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from collmm.errors import OptionError
@@ -85,6 +89,71 @@ class WrapRule:
 
 
 @dataclasses.dataclass(frozen=True)
+class EinsumShape:
+    """What an einsum takes beyond its roofline, by its shape; fitted to a compiler's own estimates.
+
+    A kernel takes ``start`` and the longest of four, rounded at the corners (``cost.einsum``): its
+    products at ``matrix_share`` of the peak, its result at ``result`` seconds per element (``kept``
+    where it stays on the chip), its traffic with the device memory at ``memory_share`` of the
+    bandwidth, and its traffic with the memory on the chip at ``onchip`` bytes/s. Operands of up to
+    ``onchip_fits`` bytes stay on the chip from one step of a loop to the next. An elementwise
+    kernel takes ``pass_start`` and its traffic at ``pass_share`` of the bandwidth.
+    """
+
+    matrix_share: Figure
+    result: Figure
+    kept: Figure
+    start: Figure
+    memory_share: Figure
+    onchip: Figure
+    onchip_fits: Figure
+    pass_start: Figure
+    pass_share: Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumTable:
+    """The share of the matrix peak that products reach, by shape, where no formula is known.
+
+    ``shares[i][j][k]`` is that of ``[short[i], depth[j]] @ [depth[j], long[k]]`` or of its
+    transpose; between the points it is interpolated in logarithms, outside them it stays.
+    """
+
+    short: tuple[int, ...]
+    depth: tuple[int, ...]
+    long: tuple[int, ...]
+    shares: tuple[tuple[tuple[float, ...], ...], ...]
+    source: str
+
+    def share(self, rows: int, depth: int, columns: int) -> float:
+        """The share of the peak that ``[rows, depth] @ [depth, columns]`` reaches."""
+        short, long = sorted((rows, columns))
+        places = (
+            _between(self.short, short),
+            _between(self.depth, depth),
+            _between(self.long, long),
+        )
+        return math.exp(
+            sum(
+                a * b * c * math.log(self.shares[i][j][k])
+                for (i, a), (j, b), (k, c) in itertools.product(*places)
+            )
+        )
+
+
+def _between(points: Sequence[int], size: int) -> tuple[tuple[int, float], ...]:
+    """The one or two places among ``points`` that ``size`` lies at, with weights."""
+    if size <= points[0]:
+        return ((0, 1.0),)
+    if size >= points[-1]:
+        return ((len(points) - 1, 1.0),)
+    after = bisect.bisect_left(points, size)
+    before = after - 1
+    part = math.log(size / points[before]) / math.log(points[after] / points[before])
+    return ((before, 1 - part), (after, part))
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """One accelerator: a TPU chip or a GPU. All rates are per chip.
 
@@ -113,6 +182,8 @@ class Chip:
         permute_share: the part of the links' rate that a permute achieves, where collectives
             achieve all of ``link``; None is 1.
         scatter_share: the same for a reduce-scatter.
+        shape: what an einsum's shape costs beyond its roofline; None where that is not known.
+        table: the share of the peak by shape, where that is known instead.
     """
 
     name: str
@@ -139,6 +210,8 @@ class Chip:
     clock: Figure | None = None
     permute_share: Figure | None = None
     scatter_share: Figure | None = None
+    shape: EinsumShape | None = None
+    table: EinsumTable | None = None
 
     def share(self, name: str) -> float:
         """``permute_share`` or ``scatter_share`` as a number."""

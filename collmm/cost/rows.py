@@ -10,6 +10,7 @@ datasheets' as nominal.
 
 from __future__ import annotations
 
+from collmm.cost.einsum_fits import SHAPES, TABLES
 from collmm.cost.figures import Chip, Figure, Rate, WrapRule
 
 _FLOPS = "flop/s"
@@ -43,6 +44,7 @@ def _tpu(name: str, bf16: Rate, **fields) -> Chip:
         "launch": _LAUNCH_LIKE_V5E,
         "step_launch": _LAUNCH_LIKE_V5E,
         "matrix_tile": 128,
+        "shape": SHAPES.get(name),
     }
     return Chip(name=name, kind="tpu", bf16=bf16, **{**defaults, **fields})
 
@@ -181,6 +183,7 @@ def _gpu(name: str, achieved: Figure, nominal: float, source: str, fp8: float | 
         "wrap": _NO_TORUS,
         "domain": 8,
         "fp8": peak(fp8, source) if fp8 else None,
+        "table": TABLES.get(name),
     }
     return Chip(name=name, kind="gpu", bf16=bf16, **{**defaults, **f})
 

@@ -6,6 +6,7 @@ time: an unknown is never zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ class Durations:
       peak: (HLO element type of the operands, ``"default"`` or ``"highest"``) to flop/s of matrix
         products; None where it is not known.
       memory: bandwidth of the device memory, bytes/s.
+      share: (rows, depth, columns) of a matrix product to the part of the peak that it reaches; all
+        of it without.
       given: seconds of an instruction, asked where the text has no figure.
     """
 
@@ -57,11 +60,13 @@ class Durations:
         clock_hz: float | None = None,
         peak: Callable[[str, str], float | None] | None = None,
         memory: float | None = None,
+        share: Callable[[int, int, int], float] | None = None,
         given: Callable[[Instruction], float | None] | None = None,
     ):
         self.clock_hz = clock_hz
         self.peak = peak
         self.memory = memory
+        self.share = share
         self.given = given
 
     def of(self, module: Module, computation: Computation, i: Instruction) -> Duration | None:
@@ -111,7 +116,14 @@ class Durations:
         peak = self.peak(*operand) if self.peak and operand else None
         if peak is None:
             return None
-        by_product = flops / peak
+        by_product = flops / peak / self._share(i, flops)
         if by_product >= by_memory:
             return Duration(by_product, PRODUCT)
         return Duration(by_memory, MEMORY)
+
+    def _share(self, i: Instruction, flops: int) -> float:
+        shape = i.shape.elements[0] if i.shape.is_tuple and i.shape.elements else i.shape
+        if self.share is None or len(shape.dims) < 2:
+            return 1.0
+        rows, columns = shape.dims[-2:]
+        return self.share(rows, max(1, flops // (2 * math.prod(shape.dims))), columns)
