@@ -49,6 +49,15 @@ CHECKPOINTS = {
     "save_only_these_names": POLICIES.save_only_these_names("hidden"),
     "save_any_names_but_these": POLICIES.save_any_names_but_these("hidden"),
     "save_anything_except_these_names": POLICIES.save_anything_except_these_names("hidden"),
+    "save_and_offload_only_these_names": POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "offload_dot_with_no_batch_dims": POLICIES.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
     "save_from_both_policies": POLICIES.save_from_both_policies(
         POLICIES.dots_saveable, POLICIES.save_only_these_names("hidden")
     ),
