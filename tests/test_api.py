@@ -665,6 +665,10 @@ def test_trace_shows_the_primitives_and_the_same_types(mesh, step):
     args = arguments(mesh)
     traced = overlapped.trace(*args)
     text = str(traced.jaxpr)
+    assert "chained_einsums[" in text
+    assert "dot_general" not in text
+    apart = overlap_collectives(jitted, dataclasses.replace(ALWAYS, chains=False))
+    text = str(apart.trace(*args).jaxpr)
     assert "all_gather_einsum[" in text
     assert "einsum_reduce_scatter[" in text
     assert "dot_general" not in text

@@ -106,5 +106,6 @@ def test_a_decoder_layer_compiles_and_audits_on_its_pod(name, target):
         assert all(f.axes for f in line.findings)
         assert audit.memory.excess == 0
     overlapped = done[OVERLAPPED].prediction
-    assert {f.axes for f in overlapped.findings if f.pairs} >= {("data",), ("model",)}
+    # The activations; whether a weight's gather over data is looped is the cost model's choice.
+    assert ("model",) in {f.axes for f in overlapped.findings if f.pairs}
     assert overlapped.timeline.step < done[ORIGINAL].prediction.timeline.step
