@@ -173,7 +173,7 @@ class OverlappedFunction:
             )
             return original
         planned.warn(4)
-        if not planned.plan.rewritten:
+        if planned.closed is traced.jaxpr:
             return dataclasses.replace(original, plan=planned.plan)
         jitted = jit_like(traced, call, planned.closed)
         return _Program(planned.plan, traced, jitted, self.jitted)

@@ -164,7 +164,8 @@ def _again(
         chip,
         ring or candidate.ring,
         sharing=rest,
-        hidden_s=candidate.hidden_s,
+        hidden_s=candidate.behind.hidden_s,
+        displaced_s=candidate.behind.displaced_s,
     )
 
 

@@ -28,6 +28,7 @@ from collmm import _jax
 from collmm.chained import Chain, Extra, chained_einsums_p, use_axes
 from collmm.primitives import all_gather_einsum_p, einsum_reduce_scatter_p, summed_axes
 from collmm.rewrite_manual import type_change
+from collmm.schedule import Schedule
 from collmm.sites import Spec, shard_shape
 
 _ELEMENTWISE = frozenset(
@@ -410,7 +411,7 @@ def _chain_eqn(body: _Body, link: _Link, kept_uses: list[int], kept_values: list
         kept_uses=tuple(kept_uses),
         kept_middle=tuple(range(len(kept_values))),
         keep_gathered=g["hand_out"],
-        schedule=dataclasses.replace(g["schedule"], chains=s["schedule"].chains),
+        schedule=_schedule(g["schedule"], s["schedule"]),
     )
     invars = [*link.gather.invars, *extras, *arrays]
     results = link.gather.outvars
@@ -447,3 +448,9 @@ def _extra_of(v: Any, inner: list[Any], link: _Link) -> Extra | None:
         if d == link.dim and not whole:
             cut = k
     return Extra(tuple(spec), cut)
+
+
+def _schedule(gather: Schedule, scatter: Schedule) -> Schedule:
+    """The gather's schedule, with the scatter's accumulators where both go the same ways."""
+    same = gather.two_way == scatter.two_way and gather.unroll == scatter.unroll
+    return dataclasses.replace(gather, chains=scatter.chains if same else None)

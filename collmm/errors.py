@@ -89,7 +89,7 @@ class Reason(enum.Enum):
     NOT_WORTH = ("not-worth", "the cost model expects no gain")
     ALREADY_HIDDEN = (
         "already-hidden",
-        "the compiler can run the collective behind independent einsums as it is",
+        "the compiler hides the collective, or others over its links, behind einsums as it is",
     )
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
     OVERRIDE = ("override", "an override in Options says 'never'")

@@ -225,6 +225,7 @@ def _why_not(c: Candidate, min_gain: float) -> str:
         "launch": e.launch_s,
         "loss": e.loss_s,
         "traffic": e.traffic_s,
+        "displaced": e.displaced_s,
     }
     largest = max(costs, key=lambda name: costs[name])
     if largest == "exposed":
@@ -236,6 +237,7 @@ def _why_not(c: Candidate, min_gain: float) -> str:
         "launch": f"starting {e.steps} steps takes {_s(e.launch_s)}",
         "loss": f"{e.steps} smaller einsums take {_s(e.loss_s)} longer than the whole one",
         "traffic": f"slices and accumulators move for {_s(e.traffic_s)}",
+        "displaced": f"{_s(e.displaced_s)} of collectives that run behind the einsum would wait",
     }[largest]
     return f"{cost}, and there is {_s(reach)} of {kind} to hide; {_worth(e)}"
 
@@ -325,7 +327,7 @@ def _baseline_text(c: Candidate) -> list[str]:
 
 def _row(c: Candidate, made: bool) -> tuple[str, ...]:
     e = c.estimate
-    rest = e.rest_s + e.others_s
+    rest = e.rest_s + e.displaced_s + e.others_s
     times = (e.einsum_s, e.loss_s, e.traffic_s, e.launch_s, e.exposed_s, rest, e.after_s)
     gain = f"{100 * e.gain:+.1f} %"
     memory = f"{'-' if e.memory_bytes < 0 else ''}{report.human_bytes(abs(e.memory_bytes))}"

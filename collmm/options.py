@@ -40,6 +40,8 @@ class Options:
       plan: a plan file, as ``Plan.save`` writes it, which decides alone where it fits.
       on_mismatch: what happens where the plan file does not fit: ``"stop"`` raises
         ``PlanMismatch``, ``"replan"`` warns and plans anew.
+      keep_whole: whether einsums that the cost model leaves alone are marked for the TPU compiler
+        to leave whole too; else it may decompose them by a rule of its own.
       chains: whether a gather and a scatter with only elementwise work between their einsums
         become one loop, in which the whole hidden value does not exist.
 
@@ -57,6 +59,7 @@ class Options:
     overrides: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     plan: str | os.PathLike[str] | None = None
     on_mismatch: str = "stop"
+    keep_whole: bool = True
     chains: bool = True
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class Options:
         table = self.table()
         if self.chip is not None and self.chip not in table:
             raise OptionError(f"chip={self.chip!r}; {nearest(str(self.chip), table)}")
-        for name in ("strict", "chains"):
+        for name in ("strict", "keep_whole", "chains"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}; use True or False")
         gain = self.min_gain

@@ -58,6 +58,11 @@ class Decision:
         """Whether the site becomes a loop."""
         return self.schedule is not None
 
+    @property
+    def judged(self) -> bool:
+        """Whether the site is left alone because the cost model says so."""
+        return self.reason in (Reason.NOT_WORTH, Reason.ALREADY_HIDDEN)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -269,9 +274,12 @@ def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:
     before, after, einsum, moved, hidden = map(
         report.seconds, (e.before_s, e.after_s, e.einsum_s, e.collective_s, e.hidden_s)
     )
-    exposed = dataclasses.replace(e, hidden_s=0.0)
-    if e.hidden_s and exposed.pays(min_gain):
+    alone = dataclasses.replace(e, hidden_s=0.0, displaced_s=0.0)
+    if e.hidden_s and alone.pays(min_gain):
         return Reason.ALREADY_HIDDEN, f"{hidden} of {moved} of {kind} run behind earlier einsums"
+    if e.displaced_s and alone.pays(min_gain):
+        later = report.seconds(e.displaced_s)
+        return Reason.ALREADY_HIDDEN, f"{later} of other collectives run behind this einsum"
     return Reason.NOT_WORTH, (
         f"predicted {after} as a loop, {before} as it is (einsum {einsum}, {kind} {moved})"
     )
@@ -332,4 +340,4 @@ def _hidden(sites: Sequence[EinsumSite], chip: Chip, places: Places) -> Hidden:
         for c in site.loopable:
             ring = places(site, c.axes).ring or assumed_ring(chip, site.ring_size(c))
             collective_s[site.index, c] = plain_s(c, ring)
-    return hidden_seconds(sites, einsum_s, collective_s, chip)
+    return hidden_seconds(sites, einsum_s, collective_s)

@@ -27,7 +27,7 @@ from collmm.pinning import pin_plan
 from collmm.plan import Decision, Plan, make_plan
 from collmm.plan_file import PlanFile
 from collmm.residuals import SAVED_KEY, save_as_computed
-from collmm.rewrite import rewrite
+from collmm.rewrite import MeshOf, rewrite
 from collmm.scatter_sums import next_sums, pin_results, plain_sums, scatter_sums
 from collmm.schedule import Schedule
 from collmm.sites import Collective, EinsumSite
@@ -172,17 +172,27 @@ def _plan_program(
         # What follows a scattered sum lies on shards now: ask again where the gathers are.
         plan = asked(captured)
         captured, plan = save_as_computed(captured, plan, meshes, tagged, asked)
-    if not plan.rewritten:
+    whole = _whole(plan, meshes) if options.keep_whole else set()
+    if not plan.rewritten and not whole:
         return Planned(plan, closed)
     rewritten = [whole_axes(d.site.axis_sizes) for d in plan.rewritten]
     first = [meshes[axis_sizes] for axis_sizes in rewritten if axis_sizes in meshes]
     if done or (keep_results and first and isinstance(first[0], jax.sharding.Mesh)):
         captured = with_results(captured, first[0])
     refused: dict[int, str] = {}
-    new = rewrite(
-        captured, plan, meshes, refused, chains=options.chains and options.max_permutes is None
-    )
+    chains = options.chains and options.max_permutes is None
+    new = rewrite(captured, plan, meshes, refused, whole=whole, chains=chains)
     return Planned(_with_decisions(plan, _refused(plan, refused)), new)
+
+
+def _whole(plan: Plan, meshes: MeshOf) -> set[int]:
+    """Return the einsums that a TPU's compiler is told to leave whole: those the model declined."""
+
+    def on_tpu(site: EinsumSite) -> bool:
+        mesh = meshes.get(whole_axes(site.axis_sizes))
+        return isinstance(mesh, jax.sharding.Mesh) and mesh.devices.flat[0].platform == "tpu"
+
+    return {d.site.index for d in plan.decisions if d.judged and on_tpu(d.site)}
 
 
 def _refused(plan: Plan, details: dict[int, str]) -> dict[int, Decision]:

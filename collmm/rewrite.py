@@ -9,15 +9,16 @@ after::
 
     y = all_gather_einsum[dim=1 schedule=two-way x4] n w   # g is dead, unless something needs it
 
-A dot that the plan leaves alone gets back exactly what it was. Equations keep their place, source
-line and name stack. Refuses when a rewritten equation would have another type than the one it
-replaces.
+A dot that the plan leaves alone gets back exactly what it was; for a TPU, one that the cost model
+declined is marked, so that the compiler does not decompose it either. Equations keep their place,
+source line and name stack. Refuses when a rewritten equation would have another type than the one
+it replaces.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from collmm import _jax
@@ -63,6 +64,9 @@ _AFTER = {
     REDUCE_SCATTER: manual_scatter,
 }
 
+# The compiler does not decompose an einsum that carries this, whatever its own rule says.
+_WHOLE = {"_xla_collective_matmul": "none"}
+
 MeshOf = Mapping[tuple[tuple[str, int], ...], Any]
 
 
@@ -72,6 +76,7 @@ def rewrite(
     meshes: MeshOf,
     refused: dict[int, str],
     *,
+    whole: Collection[int] = (),
     chains: bool = True,
 ) -> Any:
     """Return the closed jaxpr of ``captured`` with the plan carried out.
@@ -81,9 +86,10 @@ def rewrite(
       plan: one decision per number.
       meshes: the ``jax.sharding.Mesh`` for each ``axis_sizes`` that a site names.
       refused: filled with the sites that could not be rewritten after all, and why.
+      whole: numbers of einsums that the compiler is told to leave whole.
       chains: whether a gather and a scatter with elementwise work between become one loop.
     """
-    walker = _Rewriter(captured, plan, meshes)
+    walker = _Rewriter(captured, plan, meshes, whole)
     jaxpr = walker.walk(captured.closed.jaxpr)
     refused.update(walker.refused)
     closed = _jax.drop_dead(captured.closed.replace(jaxpr=jaxpr))
@@ -110,10 +116,13 @@ def _check_bound(jaxpr: Any) -> None:
 class _Rewriter:
     """One walk over a numbered program."""
 
-    def __init__(self, captured: Captured, plan: Plan, meshes: MeshOf) -> None:
+    def __init__(
+        self, captured: Captured, plan: Plan, meshes: MeshOf, whole: Collection[int]
+    ) -> None:
         self._captured = captured
         self._plan = plan
         self._meshes = meshes
+        self._whole = whole
         self.refused: dict[int, str] = {}
         self.notes = Notes()
 
@@ -169,7 +178,7 @@ class _Rewriter:
             eqn = self._untagged(eqn, number)
             if not decision.rewritten:
                 self._note_gathers(eqn, decision, None)
-                return [eqn]
+                return [_jax.with_metadata(eqn, **_WHOLE) if number in self._whole else eqn]
             if not decision.site.manual:
                 return self._rewrite_one(eqn, decision, producers, reshards)
             match = self._match(decision)

@@ -28,10 +28,11 @@ class Schedule:
     grow with the ring. ``barrier``: optimization barriers tell each partial einsum of a
     reduce-scatter whether to wait for the accumulator it adds to. ``chains``: the accumulators a
     reduce-scatter cuts each block into, which travel out of phase if there is more than one; None
-    takes 4 two-way and 1 one-way. With two, one is on its way while the other is multiplied; with
-    four, each is on its way while three are multiplied, which hides an accumulator that is wider
-    than the operands. ``order``: the members in the order in which the ring visits them, where the
-    order of the axes is not that of the links; None is ``0, 1, 2, ...``.
+    takes 1 one-way, two-way 4 and in a rolled loop 2. With two, one is on its way while the other
+    is multiplied; with four, each is on its way while three are multiplied, which hides an
+    accumulator that is wider than the operands. ``order``: the members in the order in which
+    the ring visits them, where the order of the axes is not that of the links; None is
+    ``0, 1, 2, ...``.
 
     Raises ``OptionError`` for a value that is not allowed.
     """
@@ -78,9 +79,12 @@ class Schedule:
     @property
     def accumulators(self) -> int:
         """The accumulators of a reduce-scatter, as many as the block can be cut into at most."""
-        if self.chains is None:
-            return 4 if self.two_way else 1
-        return self.chains
+        if self.chains is not None:
+            return self.chains
+        if not self.two_way:
+            return 1
+        # Nothing is on its way across the turns of a loop: one of four would be waited for.
+        return 4 if self.unroll else 2
 
     def describe(self) -> str:
         """Short text for tables, such as ``"two-way x4 unrolled"``."""

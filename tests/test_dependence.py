@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from collmm.capture import capture
-from collmm.cost.hardware import chip
 from collmm.cost.hiding import hidden_seconds
 from collmm.einsum import Einsum
 from collmm.sites import ALL_GATHER, Collective, EinsumSite
@@ -117,8 +116,14 @@ def site(index, ready, *, source=-1, axes=("fsdp",)):
 def hidden(sites, einsum, gather):
     seconds = {s.index: einsum for s in sites}
     moved = {(s.index, s.collectives[0]): gather for s in sites}
-    found = hidden_seconds(sites, seconds, moved, chip("v5e"))
-    return [found[s.index, s.collectives[0]] for s in sites]
+    found = hidden_seconds(sites, seconds, moved)
+    return [found[s.index, s.collectives[0]].hidden_s for s in sites]
+
+
+def displaced(sites, einsum, gather):
+    seconds = {s.index: einsum for s in sites}
+    found = hidden_seconds(sites, seconds, {(s.index, s.collectives[0]): gather for s in sites})
+    return [found[s.index, s.collectives[0]].displaced_s for s in sites]
 
 
 def test_parameters_are_gathered_behind_earlier_einsums():
@@ -145,3 +150,11 @@ def test_one_value_is_gathered_once():
     assert hidden(sites, 1.0, 1.5) == [0.0, 1.0, 1.0]
     third = [*sites, site(3, (2, -1))]
     assert hidden(third, 1.0, 1.5)[3] == 1.5
+
+
+def test_a_ring_would_push_aside_what_runs_behind_its_einsum():
+    sites = [site(0, (-1, -1)), site(1, (0, -1)), site(2, (1, -1))]
+    # The gathers of 1 and 2 run from 0 to 0.75 and from 0.75 to 1.5; an einsum takes 1.
+    assert displaced(sites, 1.0, 0.75) == [1.0, 0.5, 0.0]
+    other = [site(0, (-1, -1), axes=("model",)), site(1, (0, -1)), site(2, (1, -1))]
+    assert displaced(other, 1.0, 0.75)[0] == 0.0

@@ -19,6 +19,7 @@ from collmm.breakeven import break_evens, excess
 from collmm.cli.main import run
 from collmm.cost.candidates import RingPlace, candidates
 from collmm.cost.hardware import chip
+from collmm.cost.hiding import Behind
 from collmm.einsum import Einsum
 from collmm.explanation import REMEDIES
 from collmm.plan import make_plan
@@ -123,7 +124,7 @@ def test_a_hidden_share_has_a_closed_form():
     site = matmul(ALL_GATHER, 16384, 8192, 32768)
     for part in (0.1, 0.5, 0.95):
         seconds = part * weighed(site, row)[0].estimate.collective_s
-        found = weighed(site, row, hidden={(0, site.collectives[0]): seconds})
+        found = weighed(site, row, hidden={(0, site.collectives[0]): Behind(seconds)})
         (turn,) = [t for t in break_evens(found, row, MARGIN) if t.what == "hidden"]
         at = dataclasses.replace(found[0].estimate, hidden_s=turn.value)
         assert at.gain == pytest.approx(MARGIN)

@@ -6,15 +6,19 @@ Only what the loops can run, and on each kind of chip only what its compiler kee
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 
 from collmm.cost.collectives import Ring
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
+from collmm.cost.hiding import ALONE, Behind, Hidden
 from collmm.cost.steps import Shared
 from collmm.schedule import MAX_UNROLLED_RING, Schedule
-from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
+
+# Beyond this the text of a loop, and the time to compile it, grow too long.
+_LONGEST_UNROLLED = 2 * MAX_UNROLLED_RING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Candidate:
       estimate: what it takes.
       ring: the links that was made with; None where they were assumed.
       members: the einsums on the ring, the one it was made for first.
-      hidden_s: seconds of the collective that other work hides already.
+      behind: how the collective stands to other work of the program.
     """
 
     collective: Collective
@@ -51,7 +55,7 @@ class Candidate:
     estimate: Estimate
     ring: Ring | None = None
     members: tuple[Shared, ...] = ()
-    hidden_s: float = 0.0
+    behind: Behind = ALONE
 
 
 def candidates(
@@ -61,7 +65,7 @@ def candidates(
     *,
     only: Collective | None = None,
     sharing: Sequence[Shared] = (),
-    hidden: Mapping[tuple[int, Collective], float] = MappingProxyType({}),
+    hidden: Hidden = MappingProxyType({}),
 ) -> tuple[Candidate, ...]:
     """Every way to loop ``site``, the fastest first; none where no loop takes it.
 
@@ -71,19 +75,26 @@ def candidates(
       places: where its rings lie.
       only: the one of its collectives to loop; any of them without.
       sharing: further einsums on the ring of ``only``.
-      hidden: seconds of each collective that other work hides already.
+      hidden: how each collective stands to other work of the program.
     """
     found = []
     for collective in site.loopable if only is None else (only,):
         place = places(site, collective.axes)
         for schedule in schedules(collective, site.ring_size(collective), chip):
             schedule = dataclasses.replace(schedule, order=place.order)
-            already_s = hidden.get((site.index, collective), 0.0)
+            behind = hidden.get((site.index, collective), ALONE)
             times = estimate(
-                site, collective, schedule, chip, place.ring, sharing=sharing, hidden_s=already_s
+                site,
+                collective,
+                schedule,
+                chip,
+                place.ring,
+                sharing=sharing,
+                hidden_s=behind.hidden_s,
+                displaced_s=behind.displaced_s,
             )
             members = (Shared(site, collective), *sharing)
-            found.append(Candidate(collective, schedule, times, place.ring, members, already_s))
+            found.append(Candidate(collective, schedule, times, place.ring, members, behind))
     return tuple(sorted(found, key=lambda c: c.estimate.after_s - c.estimate.before_s))
 
 
@@ -98,7 +109,21 @@ def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Sc
         # one GPU's egress; either loses the overlap.
         yield Schedule(axes, ring_size, two_way=False, unroll=False)
         return
-    unroll = ring_size <= MAX_UNROLLED_RING
-    if ring_size > 2:  # on two, both ways are the same pair of links
-        yield Schedule(axes, ring_size, two_way=True, unroll=unroll)
-    yield Schedule(axes, ring_size, two_way=False, unroll=unroll)
+    for unroll in (True, False):
+        if unroll and ring_size > _LONGEST_UNROLLED:
+            continue
+        if not unroll and ring_size <= MAX_UNROLLED_RING:
+            continue
+        for two_way in (True, False):
+            if two_way and ring_size <= 2:  # both ways are the same pair of links
+                continue
+            for chains in _chains(collective, two_way, unroll):
+                yield Schedule(axes, ring_size, two_way, unroll, chains=chains)
+
+
+def _chains(collective: Collective, two_way: bool, unroll: bool) -> tuple[int | None, ...]:
+    if collective.kind == ALL_GATHER:
+        return (None,)
+    if not two_way:
+        return (1,)
+    return (4, 2) if unroll else (2,)

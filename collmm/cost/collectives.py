@@ -35,6 +35,7 @@ class Ring:
             permute ring, and half shards in one of a two-way ring.
         neighbour_hops: torus: hops of the longest step from one member to the next.
         per_chip: torus: members that are devices of one chip and share its links.
+        dims: torus: axes of the pod, spanned or not.
         hop_s: seconds per hop; on GPUs the latency of one collective.
         launch_s: seconds to start one collective.
         step_s: seconds one step of a permute loop costs besides its transfer.
@@ -55,6 +56,7 @@ class Ring:
     permute_load: tuple[int, int] = (1, 1)
     neighbour_hops: int = 1
     per_chip: int = 1
+    dims: int = 0
     permute_share: float = 1.0
     scatter_share: float = 1.0
     note: str = ""
@@ -111,6 +113,7 @@ def torus_ring(
         step_s=chip.step_launch.value,
         permute_load=(1, 1) if closed else (1, 2),
         neighbour_hops=1 if closed else size - 1,
+        dims=chip.torus_dims,
         permute_share=chip.share("permute_share"),
         scatter_share=chip.share("scatter_share"),
         note=f"{chip.name}: {chip.wrap.source}; taken not to wrap" if unknown else "",

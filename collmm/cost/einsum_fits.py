@@ -1,6 +1,6 @@
 """What an einsum's shape costs on each chip, fitted to the compilers' own estimates.
 
-TPU: a few figures per chip (``EinsumShape``), fitted to the ``estimated_cycles`` of libtpu 0.0.52
+TPU: a few figures per chip (``EinsumShape``), fitted to the ``estimated_cycles`` of libtpu 0.0.50
 for single einsums and for the partial einsums of rings. GPU: the share of the matrix peak (that
 which ``h100`` achieves) that XLA's ``exec_time_us`` gives cuBLAS, jax 0.12.
 """
@@ -15,7 +15,7 @@ _MIB = 2**20
 def _shape(
     chip: str, share, result_ps, kept_ps, start_us, memory, onchip_tb, fits_mib, passes
 ) -> EinsumShape:
-    source = f"fitted: estimated_cycles of libtpu 0.0.52 for {chip}"
+    source = f"fitted: estimated_cycles of libtpu 0.0.50 for {chip}"
     return EinsumShape(
         matrix_share=Figure(share, "1", source),
         result=Figure(result_ps * 1e-12, "s", source),
@@ -31,9 +31,9 @@ def _shape(
 
 SHAPES = {
     "v4": _shape("v4", 0.84, 7.1, 3.0, 1.6, 0.64, 4.1, 64, 0.6),
-    "v5e": _shape("v5e", 0.95, 9.0, 3.6, 2.5, 0.65, 5.0, 64, 0.7),
+    "v5e": _shape("v5e", 0.95, 9.0, 3.0, 2.5, 0.65, 6.0, 64, 0.7),
     "v5p": _shape("v5p", 0.955, 3.4, 1.5, 2.6, 0.76, 6.0, 64, 0.4),
-    "v6e": _shape("v6e", 0.85, 4.2, 1.6, 2.6, 0.70, 5.0, 64, 0.6),
+    "v6e": _shape("v6e", 0.85, 4.2, 1.0, 2.2, 0.70, 10.0, 64, 0.6),
 }
 
 _HOPPER = EinsumTable(

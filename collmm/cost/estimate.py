@@ -10,7 +10,7 @@ As a loop, one shard is on its way while another is multiplied, step by step::
 
 which is the same as what this module gives term by term::
 
-    after = einsum + loss + traffic + launch + exposed + rest + others
+    after = einsum + loss + traffic + launch + exposed + rest + displaced + others
 
 ``loss`` is what smaller einsums lose: tiles, shape, and the local operand read again each step.
 Everything is a pure function of shapes and rates; nothing is measured.
@@ -52,6 +52,8 @@ class Estimate:
       epilogue_s: exposed after the last einsum.
       exposed_s: transfer that nothing hides, prologue and epilogue included.
       rest_s: the part of the collective that stays one: the gather of an all-reduce.
+      displaced_s: other collectives that run behind this einsum as it is, and would have to wait
+        for the ring.
       memory_bytes: buffers of the loop on one device, less those it makes unnecessary; may be
         negative.
       link_bytes: bytes one device sends.
@@ -74,6 +76,7 @@ class Estimate:
     epilogue_s: float = 0.0
     exposed_s: float = 0.0
     rest_s: float = 0.0
+    displaced_s: float = 0.0
     memory_bytes: int = 0
     link_bytes: int = 0
     permutes: int = 0
@@ -89,7 +92,7 @@ class Estimate:
     def after_s(self) -> float:
         """The overlapped loop and what stays beside it."""
         own = self.einsum_s + self.loss_s + self.traffic_s + self.launch_s + self.exposed_s
-        return own + self.rest_s + self.others_s
+        return own + self.rest_s + self.displaced_s + self.others_s
 
     @property
     def gain(self) -> float:
@@ -115,6 +118,7 @@ def estimate(
     *,
     sharing: Sequence[Shared] = (),
     hidden_s: float = 0.0,
+    displaced_s: float = 0.0,
 ) -> Estimate:
     """The times of one site and of its loop on one device of ``chip``.
 
@@ -127,6 +131,7 @@ def estimate(
         ``assumed_ring``.
       sharing: further einsums on the same ring.
       hidden_s: seconds of other work behind which the compiler can hide the collective as it is.
+      displaced_s: seconds of other collectives that use the links while this einsum runs.
     """
     ring = ring or assumed_ring(chip, schedule.ring_size)
     members = (Shared(site, collective), *sharing)
@@ -152,6 +157,7 @@ def estimate(
         epilogue_s=loop.epilogue_s,
         exposed_s=sum(p.count * p.exposed for p in loop.phases),
         rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
+        displaced_s=min(displaced_s, sum(p.count * p.transfer for p in loop.phases)),
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,
         permutes=loop.permutes,
@@ -186,19 +192,21 @@ def compiled_all_gather_s(ring: Ring, full_bytes: float) -> float:
 
 
 def compiled_reduce_scatter_s(ring: Ring, full_bytes: float) -> float:
-    """Seconds of a reduce-scatter as libtpu makes it: as one ring, or as an all-reduce and a slice.
+    """Seconds of a reduce-scatter as libtpu makes it, which is not always the fastest.
 
-    One ring through all members uses one direction of its links, whatever else there is; where the
-    members span three torus axes, or two that wrap, libtpu makes an all-reduce over all of them and
-    keeps a slice (seen for v4, v5e, v5p and v6e). Elsewhere as ``reduce_scatter_s``.
+    Over three torus axes, or a square of a 2D pod, it makes an all-reduce and keeps a slice; over
+    two axes of a 3D pod a reduce-scatter; else one ring through all members, which uses one
+    direction of its links (seen for v4, v5e, v5p and v6e).
     """
     if ring.kind != "torus" or ring.size <= 2:
         return collectives.reduce_scatter_s(ring, full_bytes)
-    one_ring = full_bytes * (ring.size - 1) / ring.size / ring.link
-    one_ring_s = max(one_ring, (ring.size - 1) * ring.hop_s)
-    if len(ring.axes) > 2 or (len(ring.axes) == 2 and all(ring.wraps)):
-        return min(one_ring_s, collectives.all_reduce_s(ring, full_bytes))
-    return one_ring_s
+    square = len(ring.axes) == 2 and ring.axes[0] == ring.axes[1] > 2
+    if len(ring.axes) > 2 or (ring.dims == 2 and square):
+        return collectives.all_reduce_s(ring, full_bytes)
+    if len(ring.axes) == 2 and ring.dims > 2:
+        return collectives.reduce_scatter_s(ring, full_bytes)
+    one_ring = full_bytes / ring.scatter_share * (ring.size - 1) / ring.size / ring.link
+    return max(one_ring, (ring.size - 1) * ring.hop_s)
 
 
 def assumed_ring(chip: Chip, size: int) -> Ring:

@@ -9,54 +9,100 @@ links and queue.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from collmm.cost.figures import Chip
 from collmm.sites import ALL_GATHER, Collective, EinsumSite
 
-# (number of the site, place among its collectives) -> seconds hidden.
-Hidden = dict[tuple[int, Collective], float]
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """Of one collective of one site: how much of it is hidden, and what a ring would push aside.
+
+    Attributes:
+      hidden_s: seconds of the collective that other einsums hide as it is.
+      displaced_s: seconds of other collectives over the same axes that run behind this site's
+        einsum; a ring would use their links meanwhile, and they would come that much later.
+    """
+
+    hidden_s: float = 0.0
+    displaced_s: float = 0.0
+
+
+ALONE = Behind()
+
+# (number of the site, one of its collectives) -> how it stands to the rest of the program.
+Hidden = Mapping[tuple[int, Collective], Behind]
 
 
 def hidden_seconds(
     sites: Sequence[EinsumSite],
     einsum_s: Mapping[int, float],
     collective_s: Mapping[tuple[int, Collective], float],
-    chip: Chip,
 ) -> Hidden:
-    """Return the seconds of every collective that einsums of its own body hide.
+    """Return how the collectives of a program stand to the einsums of their bodies.
 
     Args:
       sites: of one program, in program order.
       einsum_s: seconds of every einsum, by number.
       collective_s: seconds of every collective that could be looped.
-      chip: whose compiler runs gathers asynchronously.
 
-    A list schedule of the links, linear in the number of sites: each collective starts once its
-    value is there and its links are free, and is wanted when its einsum starts.
+    A list schedule of the links, linear in the number of sites: each gather starts once its value
+    is there and its links are free, and is wanted when its einsum starts.
     """
     clocks = _clocks(sites, einsum_s)
-    busy: dict[tuple[int, tuple[str, ...]], float] = defaultdict(float)
-    found: Hidden = {}
+    links: dict[object, _Link] = defaultdict(_Link)
+    hidden: dict[tuple[int, Collective], float] = {}
     seen: dict[object, float] = {}
     for site in sites:
         for c in site.collectives:
             seconds = collective_s.get((site.index, c))
             if seconds is None or c.kind != ALL_GATHER or site.ready is None or c.operand is None:
                 continue
-            clock = clocks[site.body]
             value = site.body, site.sources[c.operand], c.dim, c.axes
             if site.sources[c.operand] >= 0 and value in seen:
-                found[site.index, c] = seen[value]  # gathered once for both
+                hidden[site.index, c] = seen[value]  # gathered once for both
                 continue
-            link = site.body, c.axes
-            begin = max(busy[link], clock.after(site.ready[c.operand]))
-            hidden = min(seconds, max(0.0, clock.before(site.index) - begin))
-            busy[link] = begin + hidden
-            found[site.index, c] = seen[value] = hidden
+            clock, link = clocks[site.body], links[site.body, c.axes]
+            ready, wanted = clock.after(site.ready[c.operand]), clock.before(site.index)
+            hidden[site.index, c] = seen[value] = link.take(ready, wanted, seconds)
+    found = {}
+    numbered = {site.index: site for site in sites}
+    for key in collective_s:
+        site = numbered[key[0]]
+        start = clocks[site.body].before(site.index)
+        link = links[site.body, key[1].axes]
+        displaced = link.busy(start, start + einsum_s.get(site.index, 0.0))
+        found[key] = Behind(hidden.get(key, 0.0), displaced)
     return found
+
+
+class _Link:
+    """When the links over some axes carry what einsums hide, on the clock of one body."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+
+    def take(self, ready: float, wanted: float, seconds: float) -> float:
+        """Carry a collective as soon as may be; return the seconds before it is wanted."""
+        begin = max(ready, self._ends[-1] if self._ends else 0.0)
+        hidden = min(seconds, max(0.0, wanted - begin))
+        if hidden:
+            self._begins.append(begin)
+            self._ends.append(begin + hidden)
+        return hidden
+
+    def busy(self, start: float, end: float) -> float:
+        """Seconds of ``start`` to ``end`` in which they carry something."""
+        total = 0.0
+        at = bisect.bisect_right(self._ends, start)
+        while at < len(self._begins) and self._begins[at] < end:
+            total += min(end, self._ends[at]) - max(start, self._begins[at])
+            at += 1
+        return total
 
 
 class _Clock:

@@ -17,6 +17,8 @@ from collmm.cost.figures import Chip
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
 
+# Permutes of a turn of four chains that are waited for where the chains run one by one; as seen.
+_APART = 2.5
 _SUMMED_WIDE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -118,7 +120,7 @@ def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
     one = ring.launch_s + collectives.permute_step_s(ring, shard)
     permute_s = one
     if schedule.two_way and n > 2:
-        permute_s = ring.launch_s + collectives.permute_step_s(ring, 2 * shard, two_way=True)
+        permute_s = one if _apart(ring) else 2 * one
         common = (n - 1) // 2
         phases = [
             Phase(1, first, permute_s, ring.launch_s),
@@ -153,7 +155,8 @@ def _gather_einsum(m: Shared, n: int, chip: Chip, first: bool = False) -> float:
     if m.accumulates:
         # The sum so far is read and written by the kernel that adds to it.
         part = dataclasses.replace(part, itemsizes=(*part.itemsizes[:2], m.wide))
-        sums, kept = 2 * part.out_bytes, _stays(part.out_bytes, chip)
+        sums = 2 * part.out_bytes
+        kept = _stays(sums, chip)
         onchip = sums if kept else 0
         moved = gathered + local + sums - onchip
         return time_of(part, chip, moved=moved, onchip=onchip, kept=kept).seconds
@@ -193,23 +196,24 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
     e = sum(_scatter_einsum(m, n, count, chip) for m in members)
     first = e * (count - 1) + sum(_scatter_einsum(m, n, count, chip, first=True) for m in members)
     passes_s = 0.0
+    permute_s = ring.launch_s + collectives.permute_step_s(ring, block / count)
+    launches = ring.launch_s
     if count == 1:
-        p = ring.launch_s + collectives.permute_step_s(ring, block)
-        phases = [Phase(1, first), Phase(n - 1, e, p, ring.launch_s)]
+        phases = [Phase(1, first), Phase(n - 1, e, permute_s, launches)]
         passes_s = (n - 1) * _pass_s(3 * block, chip)
-        permute_s = p
     else:
-        half = (count + 1) // 2
-        group = block * half / count
-        ways = schedule.two_way and half > 1
-        permute_s = ring.launch_s + collectives.permute_step_s(ring, group, two_way=ways)
-        busy = 1 if schedule.two_way and half == 1 else 2  # transfers per link and turn
-        turn = max(permute_s + e * half, busy * permute_s, e * count)
-        # First and last step of every chain are outside of the turns.
-        phases = [
-            Phase(1, first),
-            Phase(n - 1, e * count, turn, min(ring.launch_s, turn - e * count)),
-        ]
+        # Transfers that queue for one link, in a turn and in one of its two groups.
+        ways = 2 if schedule.two_way and _apart(ring) else 1
+        queued, half = -(-count // ways), (count + 1) // 2
+        grouped = -(-half // ways)
+        turn = max(grouped * permute_s + e * half, queued * permute_s, e * count)
+        if count > 2 and chip.kind == "tpu":
+            # libtpu runs many short chains one after the other rather than side by side.
+            apart_s = e * count + _APART * permute_s
+            part = max(ring.launch_s / permute_s, 0.5 if n <= 4 else 0.0)
+            turn += part * max(0.0, apart_s - turn)
+        # The first step of every chain is outside of the turns.
+        phases = [Phase(1, first), Phase(n - 1, e * count, turn, queued * launches)]
     return Loop(
         tuple(phases),
         steps=n * count,
@@ -259,6 +263,11 @@ def _exchange(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: R
 
 
 # --- what they share ---
+
+
+def _apart(ring: Ring) -> bool:
+    """Whether the two ways round a ring use different links."""
+    return ring.kind == "peers" or (ring.kind == "torus" and ring.permute_load[1] == 1)
 
 
 def _stays(size: float, chip: Chip) -> bool:

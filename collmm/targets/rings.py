@@ -60,24 +60,39 @@ def ring_order(shape: tuple[int, ...], wrap: tuple[bool, ...], members: np.ndarr
 
     A mesh puts devices where the compiler's own collectives want them, which is often not a ring:
     on a v5e 2x4 slice half of the steps of an axis of 8 take two hops. A grid with an even number
-    of chips has a cycle of single hops; where that loads the links less than the mesh order, the
-    members' indices come back in cycle order, else ``0, 1, 2, ...``. One order serves all groups.
+    of chips has a cycle of single hops. Where there is none, as on an axis without wraparound,
+    every other chip is visited on the way out and the rest on the way back, in steps of two hops:
+    libtpu runs a permute that goes the whole length of an axis of 8 back synchronously. The one
+    that loads the links least comes back, the mesh order ``0, 1, 2, ...`` where that is no worse.
+    One order serves all groups.
     """
     places = [[_place(device, len(shape)) for device in group] for group in members]
     plain = list(range(members.shape[1]))
-    cycle = _cycle([sorted({place[axis] for place in places[0]}) for axis in range(len(shape))])
-    if {*cycle} != {*places[0]}:
-        return plain
-    at = {place: [i for i in plain if places[0][i] == place] for place in cycle}
-    order = [i for place in cycle for i in at[place]]
-    order = order[order.index(0) :] + order[: order.index(0)]
+    values = [sorted({place[axis] for place in places[0]}) for axis in range(len(shape))]
+
+    def in_order(path: list[Coords]) -> list[int]:
+        at = {place: [i for i in plain if places[0][i] == place] for place in path}
+        order = [i for place in path for i in at[place]]
+        return order[order.index(0) :] + order[: order.index(0)]
 
     def cost(candidate: list[int]) -> tuple[int, int]:
         moved = [[group[i] for i in candidate] for group in places]
         both, longest = _load(moved, shape, wrap, ways=(1, -1))
         return both, longest
 
-    return order if cost(order) < cost(plain) else plain
+    cycle, path = _cycle(values), _path(values)
+    if {*cycle} != {*places[0]}:
+        return plain
+    folded = [*path[::2], *path[1::2][::-1]]
+    return min(plain, in_order(cycle), in_order(folded), key=cost)
+
+
+def _path(values: Sequence[Sequence[int]]) -> list[Coords]:
+    """A path of single hops through a grid, to and fro, ``values[axis]`` its coordinates."""
+    path: list[Coords] = [()]
+    for coords in values:
+        path = [(*p, c) for i, p in enumerate(path) for c in (coords, coords[::-1])[i % 2]]
+    return path
 
 
 def _cycle(values: Sequence[Sequence[int]]) -> list[Coords]:

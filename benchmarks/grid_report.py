@@ -1,0 +1,145 @@
+"""The cost model against stored timelines: how far its times are off, how well it chooses.
+
+results (a JSON file of ``cost_grid.py``)  ->  a row per chip, and the sites it gets wrong
+
+Nothing of jax is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grid_sites import GridSite
+
+from collmm.cost.candidates import Candidate, RingPlace, candidates
+from collmm.cost.collectives import Ring
+from collmm.cost.figures import Chip
+from collmm.cost.hardware import chip
+from collmm.einsum import Einsum
+from collmm.schedule import Schedule
+from collmm.sites import ALL_GATHER, REDUCE_SCATTER, Collective, EinsumSite, Spec
+
+WHOLE, SHIPPED = "whole", "as the compiler ships"
+MIN_GAIN = 0.02
+_MATMUL = Einsum((0, 1), (1, 2), (0, 2))
+_MODEL = ("model",)
+
+
+def site_of(g: GridSite) -> EinsumSite:
+    """The site as planning sees it."""
+    sizes = dict(g.mesh)
+    data = ("data",) if "data" in sizes else ()
+    rows = g.rows // sizes.get("data", 1)
+    specs: dict[str, tuple[Spec, Spec, Spec]] = {
+        "gather": ((data, ()), ((), _MODEL), (data, _MODEL)),
+        "weights": (((*data, *_MODEL), ()), ((), ()), ((*data, *_MODEL), ())),
+        "scatter": ((data, _MODEL), (_MODEL, ()), (data, ())),
+    }
+    collective = {
+        "gather": Collective(ALL_GATHER, 0, 0, _MODEL, 2 * rows * g.depth),
+        "weights": Collective(ALL_GATHER, 1, 0, _MODEL, 2 * g.depth * g.columns),
+        "scatter": Collective(REDUCE_SCATTER, None, 0, _MODEL, 2 * rows * g.columns),
+    }[g.kind]
+    shapes = (g.rows, g.depth), (g.depth, g.columns), (g.rows, g.columns)
+    return EinsumSite(
+        0,
+        _MATMUL,
+        shapes,
+        ("bfloat16",) * 3,
+        (2, 2, 2),
+        *specs[g.kind],
+        (collective,),
+        axis_sizes=g.mesh,
+    )
+
+
+def variant(schedule: Schedule) -> str:
+    """The name under which the results of a schedule are stored."""
+    chains = "" if schedule.chains is None else f" chains {schedule.chains}"
+    return schedule.describe() + chains
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One site: predicted and timeline seconds by variant, and what the model chooses."""
+
+    site: GridSite
+    predicted: Mapping[str, float]
+    timeline: Mapping[str, float]
+
+    @property
+    def errors(self) -> list[float]:
+        """``|predicted / timeline - 1|`` of every variant that was compiled."""
+        both = self.predicted.keys() & self.timeline.keys()
+        return [abs(self.predicted[v] / self.timeline[v] - 1) for v in both]
+
+    @property
+    def chosen(self) -> str:
+        """The fastest by the model, or the whole einsum where no loop saves enough."""
+        loops = {v: s for v, s in self.predicted.items() if v != WHOLE and v in self.timeline}
+        best = min(loops, key=lambda v: loops[v], default=WHOLE)
+        pays = best != WHOLE and loops[best] < (1 - MIN_GAIN) * self.predicted[WHOLE]
+        return best if pays else WHOLE
+
+    @property
+    def behind(self) -> float:
+        """How much slower the timeline shows the choice than the best of its candidates."""
+        offered = [s for v, s in self.timeline.items() if v in self.predicted]
+        return self.timeline[self.chosen] / min(offered) - 1
+
+    @property
+    def worse(self) -> float:
+        """How much slower a chosen loop is than the whole einsum; 0 where none is chosen."""
+        return self.timeline[self.chosen] / self.timeline[WHOLE] - 1
+
+
+def rows(results: Mapping[str, Any]) -> Iterator[Row]:
+    """Every site of a results file."""
+    for entry in results["sites"]:
+        given = dict(entry["site"], mesh=tuple(map(tuple, entry["site"]["mesh"])))
+        g = GridSite(**given)
+        row: Chip = chip(g.target.split(":")[1]).per_device()
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry["ring"].items()}
+        ring = Ring(**fields)
+        found: tuple[Candidate, ...] = candidates(
+            site_of(g), row, lambda site, axes, ring=ring: RingPlace(ring)
+        )
+        predicted = {variant(c.schedule): c.estimate.after_s for c in found}
+        predicted[WHOLE] = found[0].estimate.before_s
+        yield Row(g, predicted, entry["timeline"])
+
+
+def quantile(values: list[float], part: float) -> float:
+    """The value below which that part of ``values`` lies."""
+    return sorted(values)[int(part * (len(values) - 1))]
+
+
+def summary(found: list[Row]) -> dict[str, float]:
+    """The figures of the report for some sites."""
+    errors = [e for row in found for e in row.errors]
+    return {
+        "sites": len(found),
+        "programs": len(errors),
+        "median": statistics.median(errors),
+        "p90": quantile(errors, 0.9),
+        "close": sum(row.behind <= 0.03 for row in found) / len(found),
+        "slower": sum(row.worse > 0.02 for row in found),
+    }
+
+
+def text(found: list[Row]) -> str:
+    """The report: a line per chip, one for all, and the sites chosen wrongly."""
+    lines = ["chip   sites  programs  median error  p90 error  within 3 % of best  slower by > 2 %"]
+    chips = sorted({row.site.target.split(":")[1] for row in found})
+    for name in (*chips, "all"):
+        s = summary([r for r in found if name in ("all", r.site.target.split(":")[1])])
+        lines.append(
+            f"{name:5s}  {s['sites']:5.0f}  {s['programs']:8.0f}  {s['median']:12.1%}"
+            f"  {s['p90']:9.1%}  {s['close']:18.0%}  {s['slower']:15.0f}"
+        )
+    wrong = sorted((r for r in found if r.behind > 0.03), key=lambda r: -r.behind)
+    lines += ["", *(f"{r.site.name}: {r.chosen}, {r.behind:.0%} behind the best" for r in wrong)]
+    return "\n".join(lines)
