@@ -56,3 +56,11 @@ def test_the_report_names_what_is_chosen_wrongly(found):
     assert lines[0].startswith("chip   sites")
     wrong = [row for row in found if row.behind > 0.03]
     assert sum("behind the best" in line for line in lines) == len(wrong)
+
+
+def test_the_pallas_measurements_on_h100_are_met_within_a_fifth():
+    import published
+
+    table = published.pallas_h100()
+    assert [row.gpus for row in table] == [2, 4, 8]
+    assert max(abs(error) for row in table for error in row.errors) < 0.20
