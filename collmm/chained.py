@@ -40,7 +40,7 @@ class Extra:
     cut: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Chain:
     """Everything static about one chain.
 
@@ -79,7 +79,12 @@ class Chain:
     schedule: Schedule
 
     def __str__(self) -> str:
-        return f"{len(self.uses)} einsums, elementwise, {len(self.terms)} einsums"
+        """Every field but the jaxpr, which is shown as it is printed anywhere."""
+        fields = [f for f in dataclasses.fields(self) if f.name != "middle"]
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields)
+        return f"Chain(middle={self.middle}, {shown})"
+
+    __repr__ = __str__
 
     @property
     def arrays(self) -> list[tuple[int, int]]:

@@ -317,7 +317,7 @@ def wrong_gradients(case: Case, gradients: Gradients) -> list[str]:
 
 def count_kept(text: str, precision: str) -> tuple[int, int]:
     """(einsums, einsums that name ``precision``) in the text of a jaxpr or of StableHLO."""
-    dots = len(re.findall(r"all_gather_einsum\[|einsum_reduce_scatter\[|dot_general[\[ ]", text))
+    dots = len(re.findall(r"PartialEinsum\(|dot_general[\[ ]", text))
     return dots, len(re.findall(rf"precision ?= ?[\[(]?\w*\.?{precision}", text))
 
 
