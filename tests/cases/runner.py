@@ -333,11 +333,8 @@ def raised(case: Case) -> str:
     return ""
 
 
-_VJP = flags.DEFINE_bool("vjp", False, "differentiate from outside instead")
-_JSON = flags.DEFINE_bool("json", False, "print one JSON object instead of lines")
-
-
 def _main(argv: list[str]) -> None:
+    vjp, as_json = flags.FLAGS.vjp, flags.FLAGS.json
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     results: dict[str, list[str]] = {}
@@ -348,17 +345,20 @@ def _main(argv: list[str]) -> None:
         if case.raises:
             got = raised(case)
             wrong = [] if got == case.raises else [f"raised {got or 'nothing'}"]
-        elif _VJP.value:
+        elif vjp:
             wrong = wrong_gradients(case, run_vjp(case))
         else:
             wrong = [text for outcome in run(case) for text in failures(case, outcome)]
         results[name] = wrong
-        if not _JSON.value:
+        if not as_json:
             print("FAIL" if wrong else "ok  ", name, "; ".join(wrong), flush=True)
-    if _JSON.value:
+    if as_json:
         print(json.dumps(results, indent=1))
     sys.exit(any(results.values()))
 
 
 if __name__ == "__main__":
+    # Only here: as a module this one shares a process, and its flags, with other programs.
+    flags.DEFINE_bool("vjp", False, "differentiate from outside instead")
+    flags.DEFINE_bool("json", False, "print one JSON object instead of lines")
     app.run(_main)
