@@ -126,8 +126,8 @@ def _loop(chain: Chain, operands: Sequence[Any]) -> ChainLoop:
     extras = operands[1 + n_uses : 1 + n_uses + n_extras]
     arrays = dict(zip(chain.arrays, operands[1 + n_uses + n_extras :], strict=True))
     pairs = tuple(
-        tuple(arrays[t, s] if source is None else source for s, source in enumerate(pair))
-        for t, pair in enumerate(chain.sources)
+        (arrays[t, 0] if lhs is None else lhs, arrays[t, 1] if rhs is None else rhs)
+        for t, (lhs, rhs) in enumerate(chain.sources)
     )
     return ChainLoop(
         schedule=chain.schedule,
@@ -139,7 +139,7 @@ def _loop(chain: Chain, operands: Sequence[Any]) -> ChainLoop:
         middle=lambda *args: run_elementwise(chain.middle, args, args[0].shape),
         middle_dim=chain.middle_dim,
         extras=tuple((x, e.cut) for x, e in zip(extras, chain.extras, strict=True)),
-        operands=pairs,  # type: ignore[arg-type]
+        operands=pairs,
         terms=tuple(term.partial for term in chain.terms),
         out_dim=chain.out_dim,
         kept_consumers=chain.kept_uses,

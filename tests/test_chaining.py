@@ -133,6 +133,29 @@ def test_nothing_of_the_hidden_size_exists_where_nobody_reads_it():
     assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == 24
 
 
+@pytest.mark.parametrize("forms", list(itertools.product(("one-way", "two-way"), repeat=2)))
+def test_rings_that_were_planned_in_different_directions_are_chained(forms):
+    mesh = mesh_of(4)
+    args = mlp_args(mesh, 4, jnp.int32)
+
+    def keep(a, *spec):
+        return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P(*spec)))
+
+    def fn(x, w, b, v):
+        x = keep(x)
+        with jax.named_scope("up"):
+            h = keep(jnp.einsum("bsd,df->bsf", x, w), None, None, "model") + b
+        with jax.named_scope("down"):
+            y = jnp.einsum("bsf,fd->bsd", keep(square_plus(h), None, None, "model"), v)
+        return keep(y, None, "model")
+
+    plain = jax.jit(fn)
+    overrides = dict(zip(("up", "down"), forms, strict=True))
+    ours = overlap_collectives(plain, Options("always", strict=True, overrides=overrides))
+    assert rings_in(ours, *args) == (1, 0, 0)
+    same(ours(*args), plain(*args))
+
+
 def test_two_einsums_into_one_elementwise_part():
     n = 4
     mesh = mesh_of(n, data=2)
