@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,3 +27,13 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+@pytest.fixture
+def kept_environment(monkeypatch):
+    """Opening a program sets variables of the process; put them back, when jax has read them."""
+    import jax  # not before the variables above are set
+
+    assert len(jax.devices()) == 16
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, os.environ[name])

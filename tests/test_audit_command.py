@@ -2,12 +2,10 @@
 
 import gzip
 import json
-import os
 import re
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from collmm.cli.main import run
@@ -43,11 +41,7 @@ TITLES = ["original", "overlapped"]
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """A command sets variables of the process; put them back, when jax has read them."""
-    assert len(jax.devices()) == 16
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ[name])
+def _columns(monkeypatch, kept_environment):
     monkeypatch.setenv("COLUMNS", "100")
 
 

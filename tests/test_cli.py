@@ -10,7 +10,6 @@ import sys
 import textwrap
 import tomllib
 
-import jax
 import pytest
 
 import collmm
@@ -41,12 +40,7 @@ def build(mesh):
 """
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """A command sets variables of the process; put them back, when jax has read them."""
-    assert len(jax.devices()) == 16
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ[name])
+pytestmark = pytest.mark.usefixtures("kept_environment")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The program files of ``examples/``: what their plans say and what the compiler makes of them."""
 
-import os
 import pathlib
 import re
 
@@ -17,12 +16,7 @@ MLP = EXAMPLES / "tensor_parallel_mlp.py"
 LAYER = EXAMPLES / "gpt_layer_2d.py"
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """Opening a program sets variables of the process; put them back, when jax has read them."""
-    assert len(jax.devices()) == 16
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ[name])
+pytestmark = pytest.mark.usefixtures("kept_environment")
 
 
 def compiled(fn, args):

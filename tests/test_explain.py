@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 
 import jax
@@ -28,12 +27,7 @@ from collmm.sites import ALL_GATHER, REDUCE_SCATTER, Collective, EinsumSite
 MARGIN = 0.02
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """A command sets variables of the process; put them back, when jax has read them."""
-    assert len(jax.devices()) == 16
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ[name])
+pytestmark = pytest.mark.usefixtures("kept_environment")
 
 
 def matmul(kind, rows, depth, columns, ring=8):

@@ -37,12 +37,7 @@ def build(mesh):
 """
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-    """Opening a program sets variables of the process; put them back, when jax has read them."""
-    assert len(jax.devices()) == 16
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
-        monkeypatch.setenv(name, os.environ[name])
+pytestmark = pytest.mark.usefixtures("kept_environment")
 
 
 @pytest.fixture
