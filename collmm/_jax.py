@@ -816,6 +816,17 @@ def reshape_eqn(like: JaxprEqn, operand: Atom, outvar: Any) -> JaxprEqn:
     )
 
 
+def add_eqn(like: JaxprEqn, operands: Sequence[Atom], outvar: Any) -> JaxprEqn:
+    """Return the equation that adds two values of one type, in the context of ``like``."""
+    return like.replace(
+        primitive=jax.lax.add_p,
+        invars=list(operands),
+        outvars=[outvar],
+        params={},
+        effects=_core.no_effects,
+    )
+
+
 def manual_aval(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, axes: Any) -> Any:
     """Return the type of a result inside a ``shard_map``: it varies where its operands do."""
     varying = frozenset().union(*(a.mat.varying for a in avals))

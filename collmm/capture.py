@@ -62,6 +62,8 @@ class CapturedDot:
       scope: enclosing control flow, outermost first.
       refusal: a reason already known from the jaxpr alone, or None.
       matches: inside a ``shard_map``, the user's own collectives next to it.
+      together: numbers of the dots whose results are added before one of ``matches``, its own too.
+      one_ring: those can share a ring.
       manual_axes: the axes of that ``shard_map``'s mesh and their sizes.
       typed: the result's sharding is part of its type (explicit mesh axes).
       sources: which value each operand is, before any resharding: equal numbers, equal values.
@@ -77,6 +79,8 @@ class CapturedDot:
     scope: tuple[str, ...]
     refusal: Reason | None
     matches: tuple[Match, ...] = ()
+    together: tuple[int, ...] = ()
+    one_ring: bool = False
     manual_axes: tuple[tuple[str, int], ...] = ()
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
@@ -98,6 +102,7 @@ def capture(closed: Any) -> Captured:
     walker = _Walker()
     jaxpr = walker.rebuild(closed.jaxpr, (), None)
     _match_manual(jaxpr, walker.dots, ())
+    _note_sums(walker.dots)
     _number_sources(jaxpr, walker.dots, itertools.count())
     for number, found in dependences(jaxpr, site_of).items():
         walker.dots[number] = dataclasses.replace(walker.dots[number], dependence=found)
@@ -120,6 +125,20 @@ def _match_manual(jaxpr: Any, dots: list[CapturedDot], axes: tuple[tuple[str, in
             continue
         for _, _, sub in _jax.jaxprs_in(eqn):
             _match_manual(_jax.open_jaxpr(sub), dots, inner)
+
+
+def _note_sums(dots: list[CapturedDot]) -> None:
+    """Note which dots one hand-written collective reduces the sum of."""
+    reduced: dict[int, list[tuple[int, Match]]] = {}
+    for dot in dots:
+        for match in dot.matches:
+            if match.operand is None:
+                reduced.setdefault(id(match.eqn), []).append((dot.index, match))
+    for found in filter(lambda terms: len(terms) > 1, reduced.values()):
+        numbers, matches = zip(*found, strict=True)
+        one_ring = len({m.dim for m in matches}) == 1 and all(m.only_added for m in matches)
+        for i in numbers:
+            dots[i] = dataclasses.replace(dots[i], together=numbers, one_ring=one_ring)
 
 
 def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int]) -> None:

@@ -184,7 +184,7 @@ def _left(d: Decision) -> str:
 
 def _made(d: Decision, winner: Candidate) -> str:
     e, kind = winner.estimate, winner.collective.kind
-    many = f" for {e.einsums} einsums of one gather" if e.einsums > 1 else ""
+    many = f" for {e.einsums} einsums of one ring" if e.einsums > 1 else ""
     text = f"rewritten as {winner.schedule.describe()}{many}: {_worth(e)}"
     hidden = e.collective_s - e.hidden_s - e.rest_s - e.exposed_s
     if hidden > 0:

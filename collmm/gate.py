@@ -77,6 +77,8 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         typed=dot.typed,
         sources=dot.sources,
         follows=dot.follows,
+        together=dot.together,
+        one_ring=dot.one_ring,
         precision=_precision(dot.eqn.params["precision"]),
         body=dot.dependence.body if dot.dependence else 0,
         ready=dot.dependence.ready if dot.dependence else None,

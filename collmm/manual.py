@@ -8,10 +8,12 @@ There is nothing to propagate; the pattern is matched in the jaxpr, in both dire
     y = dot_general h w
     s = reduce_scatter[axis_name=('model',) scatter_dimension=0 tiled=True] y
     s = psum[axes=('model',)] y                 # -> the same ring, and an all-gather of its blocks
+    s = psum[axes=('model',)] (add y z)         # -> the same, if z is the result of a dot as well
 
 looking through casts, transposes and reshapes in between that keep the blocks of the ring whole.
-Refuses: groups of an axis, a sum that something else reads too or that is sliced by hand, any other
-collective. A ring of permutes that the user wrote is no pattern here and stays as it is.
+Refuses: groups of an axis, a sum that something else reads too or that is sliced by hand, a sum of
+a dot's result and of what is none, any other collective. A ring of permutes that the user wrote is
+no pattern here and stays as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 _SUMS = ("psum", "psum_invariant")
 _GATHERS = ("all_gather", "all_gather_invariant")
+_ADDS = ("add", "add_any")
 _THROUGH = ("convert_element_type", "transpose", "reshape", "pvary", "pcast", "copy")
 
 
@@ -61,6 +64,13 @@ class Match:
     split_dim: int = -1
     refusal: Reason | None = None
     detail: str = ""
+
+    @property
+    def only_added(self) -> bool:
+        """Whether the result of the dot is added to all others as it is."""
+        last = max((i for i, step in enumerate(self.between) if is_add(step)), default=0)
+        names = {step.primitive.name for step in self.between[:last]}
+        return names <= {"pvary", *_ADDS}
 
 
 class Body:
@@ -127,10 +137,34 @@ class Body:
         """Return what is looked through after ``var``, and what reads it then; None if several."""
         between: list[Any] = []
         eqn = self._only_reader(var)
-        while eqn is not None and eqn.primitive.name in _THROUGH:
+        while eqn is not None and (eqn.primitive.name in _THROUGH or self._adds_dots(eqn)):
             between.append(eqn)
             eqn = self._only_reader(eqn.outvars[0])
         return between, eqn
+
+    def _adds_dots(self, eqn: Any) -> bool:
+        """Whether ``eqn`` adds results of dots, and nothing else."""
+        return is_add(eqn) and bool(self.terms(eqn.outvars[0]))
+
+    def terms(self, var: Any) -> list[tuple[Any, list[Any]]]:
+        """Return the dots of which ``var`` is the sum, each with what stands between, in order.
+
+        Nothing where ``var`` is also a sum of something else, or something else reads a part.
+        """
+        found: list[tuple[Any, list[Any]]] = []
+        todo: list[tuple[Any, list[Any]]] = [(var, [])]
+        while todo:
+            part, path = todo.pop()
+            eqn = self._producer(part)
+            if eqn is None or (path and self._only_reader(part) is None):
+                return []
+            if eqn.primitive.name == "dot_general":
+                found.append((eqn, path))
+            elif eqn.primitive.name in _THROUGH or is_add(eqn):
+                todo += [(v, [eqn, *path]) for v in reversed(eqn.invars)]
+            else:
+                return []
+        return found
 
     def _scattered(self, dot: Any, eqn: Any, between: list[Any]) -> Match | None:
         size = eqn.params["axis_size"]
@@ -170,13 +204,12 @@ class Body:
         elif self._sliced(eqn):
             detail = "the sum is sliced by hand"
         else:
-            shape = dot.outvars[0].aval.shape
+            terms = self.terms(eqn.invars[0])
             for axes, size in rings:
-                for dim, extent in enumerate(shape):
-                    whole = extent % size == 0 and extent > 0
-                    if whole and _through(between, dim, size, _forward) is not None:
-                        return Match(ALL_REDUCE, None, dim, axes, size, eqn, tuple(between))
-            detail = f"no dimension of {shape} divides into blocks"
+                dim = _common_blocks(dot, terms, size)
+                if dim is not None:
+                    return Match(ALL_REDUCE, None, dim, axes, size, eqn, tuple(between))
+            detail = f"no dimension of {dot.outvars[0].aval.shape} divides into blocks"
         return _no_ring(ALL_REDUCE, None, eqn, Reason.ALL_REDUCE, detail)
 
     def _rings(self, axes: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
@@ -228,6 +261,30 @@ def _through(steps: list[Any], dim: int, size: int, follow: Callable) -> int | N
             return None
         dim = new
     return dim
+
+
+def _common_blocks(dot: Any, terms: Sequence[tuple[Any, list[Any]]], size: int) -> int | None:
+    """Return the dimension of ``dot`` by which the sum of all ``terms`` splits into blocks.
+
+    Every term has to split so, and all their blocks are the same of the sum.
+    """
+    first, path = terms[0]
+    for dim, extent in enumerate(first.outvars[0].aval.shape):
+        if extent % size or not extent:
+            continue
+        end = _through(path, dim, size, _forward)
+        if end is None:
+            continue
+        dims = [dim, *(_through(steps[::-1], end, size, _backward) for _, steps in terms[1:])]
+        results = [term.outvars[0].aval.shape for term, _ in terms]
+        if all(d is not None and r[d] % size == 0 for d, r in zip(dims, results, strict=True)):
+            return next(d for d, (term, _) in zip(dims, terms, strict=True) if term is dot)
+    return None
+
+
+def is_add(eqn: Any) -> bool:
+    """Whether ``eqn`` adds two values."""
+    return eqn.primitive.name in _ADDS
 
 
 def _sum_may_come_first(eqn: Any) -> bool:
@@ -299,8 +356,8 @@ def replay(eqn: Any, operand: Any, dim: int, size: int) -> tuple[Any, int]:
 
 def vary_first(
     dot: Any, between: Sequence[Any], axes: Sequence[str]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return (equations, operands of the dot, what is left between it and the sum).
+) -> tuple[list[Any], list[Any]]:
+    """Return (equations, operands of the dot that vary over ``axes`` after them).
 
     A sum over axes over which the einsum does not vary comes after a ``pvary``. What a ring makes
     varies over its axes from the start, so an operand of the einsum has to.
@@ -311,7 +368,7 @@ def vary_first(
         if ring:
             before.append(_jax.pvary_eqn(step, invars[0], ring))
             invars[0] = before[-1].outvars[0]
-    return before, invars, without_varying(between, axes)
+    return before, invars
 
 
 def without_varying(steps: Sequence[Any], axes: Sequence[str]) -> list[Any]:

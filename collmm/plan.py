@@ -285,11 +285,13 @@ def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:
     )
 
 
-# --- einsums of one gathered value ---
+# --- einsums of one gathered value, or of one scattered sum ---
 
 
 def _groups(sites: Sequence[EinsumSite]) -> list[list[Shared]]:
-    """Return the einsums that gather one value in one way: they can share a ring.
+    """Return the einsums that can share a ring.
+
+    They gather one value in one way, or their results are added before one collective.
 
     Those with the most bytes in all come first.
     """
@@ -299,6 +301,8 @@ def _groups(sites: Sequence[EinsumSite]) -> list[list[Shared]]:
             if c.kind == ALL_GATHER and c.operand is not None and site.sources[c.operand] >= 0:
                 key = site.sources[c.operand], c.dim, c.axes, c.bytes
                 groups.setdefault(key, []).append(Shared(site, c))
+            elif c.operand is None and site.one_ring:
+                groups.setdefault(site.together, []).append(Shared(site, c))
     return sorted(groups.values(), key=lambda group: -len(group) * group[0].collective.bytes)
 
 
@@ -309,7 +313,7 @@ def _shared(
     places: Places,
     hidden: Hidden,
 ) -> dict[int, _Choice]:
-    """Return the choices of a group, weighed together: its gather is paid once, and all hide it.
+    """Return the choices of a group, weighed together: its ring is paid once, and all hide it.
 
     It stays apart where its members save more by looping collectives of their own.
     """

@@ -32,6 +32,7 @@ from collmm.scatter_sums import next_sums, pin_results, plain_sums, scatter_sums
 from collmm.schedule import Schedule
 from collmm.sites import Collective, EinsumSite
 from collmm.subaxes import AxisSizes, share_splits, whole_axes
+from collmm.together import whole_sums
 from collmm.topology import RingPlaces
 
 
@@ -132,8 +133,8 @@ def _plan_program(
         plan = make_plan(sites, options, row, note=note, program=name, places=places)
         plan = dataclasses.replace(plan, jax=jax.__version__)
         if pinned is not None:
-            return pin_plan(plan, pinned, price)
-        return within_permutes(plan, options, done)
+            return whole_sums(pin_plan(plan, pinned, price))
+        return whole_sums(within_permutes(plan, options, done))
 
     def planned(found: dict[int, DotSharding]) -> Plan:
         sites = share_splits([make_site(d, found.get(d.index)) for d in dots])

@@ -159,7 +159,7 @@ def _decision(d: Decision) -> str:
         assert d.estimate is not None
         times = f"{seconds(d.estimate.before_s)} -> {seconds(d.estimate.after_s)}"
         if d.estimate.einsums > 1:
-            times += f" for {d.estimate.einsums} einsums of one gather"
+            times += f" for {d.estimate.einsums} einsums of one ring"
         return f"rewrite {d.collective.kind}: {d.schedule.describe()}, {times}"
     assert d.reason is not None
     return f"leave: {d.reason.code}" + (f" ({d.detail})" if d.detail else "")

@@ -38,7 +38,9 @@ from collmm.primitives import (
     einsum_reduce_scatter_p,
 )
 from collmm.rewrite_manual import (
+    Term,
     manual_exchange,
+    manual_exchanged,
     manual_gather,
     manual_scatter,
     manual_sum,
@@ -57,9 +59,9 @@ from collmm.sites import (
 )
 from collmm.subaxes import AxisSizes, joined, whole_axes
 
-# What takes the place of a hand-written collective on a dot's result.
+# What takes the place of a hand-written collective on the result of a dot, or on a sum of them.
 _AFTER = {
-    ALL_TO_ALL: manual_exchange,
+    ALL_TO_ALL: manual_exchanged,
     ALL_REDUCE: manual_sum,
     REDUCE_SCATTER: manual_scatter,
 }
@@ -136,9 +138,8 @@ class _Rewriter:
             if any(v in made for v in eqn.outvars):
                 continue  # a reshard that its einsum took over
             if id(eqn) in endings:
-                dot, decision = endings[id(eqn)]
-                match = self._match(decision)
-                new = _AFTER[match.kind](dot, decision, match)
+                terms = endings[id(eqn)]
+                new = _AFTER[terms[0][2].kind](terms)
             else:
                 new = self._visit(eqn, producers, reshards)
             producers.update((v, e) for e in new for v in e.outvars)
@@ -146,9 +147,9 @@ class _Rewriter:
             eqns += new
         return jaxpr.replace(eqns=eqns)
 
-    def _endings(self, jaxpr: Any) -> dict[int, tuple[Any, Decision]]:
-        """Return the collectives on results that become rings: (their dot, its decision)."""
-        found = {}
+    def _endings(self, jaxpr: Any) -> dict[int, list[Term]]:
+        """Return the collectives on results that become rings, with the dots they reduce."""
+        found: dict[int, list[Term]] = {}
         for eqn in jaxpr.eqns:
             number = site_of(eqn)
             if number is None:
@@ -157,7 +158,8 @@ class _Rewriter:
             if decision.rewritten and decision.site.manual:
                 match = self._match(decision)
                 if match.operand is None:
-                    found[id(match.eqn)] = self._untagged(eqn, number), decision
+                    term = self._untagged(eqn, number), decision, match
+                    found.setdefault(id(match.eqn), []).append(term)
         return found
 
     def _match(self, decision: Decision) -> Match:

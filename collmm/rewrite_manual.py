@@ -12,7 +12,8 @@ after::
     y = all_gather_einsum[mesh=None dim=0 ...] d w
 
 A sum that is wanted whole, ``psum(dot_general h w)``, becomes a ring that scatters it and a plain
-gather of the blocks, which what follows may overlap.
+gather of the blocks, which what follows may overlap. Einsums whose results are added first become
+rings whose blocks are added, and ``share`` makes one ring of them.
 
 What stands between collective and dot is done on one block instead of the whole. The original
 equations stay where something else reads them.
@@ -20,13 +21,14 @@ equations stay where something else reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from collmm import _jax
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p
 from collmm.loops import Consumer, PartialEinsum
-from collmm.manual import Match, block_shape, replay, vary_first, without_varying
+from collmm.manual import Match, block_shape, is_add, replay, vary_first, without_varying
 from collmm.plan import Decision
 from collmm.primitives import (
     GatherUse,
@@ -70,9 +72,14 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
     return [*eqns, new]
 
 
-def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
-    """Return the equations that take the place of the reduce-scatter that follows ``dot``."""
-    eqns, block, _ = _scattered(dot, decision, match)
+# An einsum whose result is reduced, as it was, what happens to it, and the collective.
+Term = tuple[Any, Decision, Match]
+
+
+def manual_scatter(terms: Sequence[Term]) -> list[Any]:
+    """Return the equations in place of the reduce-scatter of the sum of ``terms``."""
+    match = terms[0][2]
+    eqns, block, _ = _scattered(terms)
     if match.eqn.params["tiled"]:
         eqns[-1] = eqns[-1].replace(outvars=match.eqn.outvars)
     else:
@@ -80,13 +87,14 @@ def manual_scatter(dot: Any, decision: Decision, match: Match) -> list[Any]:
     return eqns
 
 
-def manual_sum(dot: Any, decision: Decision, match: Match) -> list[Any]:
-    """Return the equations that take the place of the psum that follows ``dot``.
+def manual_sum(terms: Sequence[Term]) -> list[Any]:
+    """Return the equations in place of the psum of the sum of ``terms``.
 
     The ring scatters the sum over its own axes, the others are summed on the block, and the blocks
     are gathered.
     """
-    eqns, block, dim = _scattered(dot, decision, match)
+    match = terms[0][2]
+    eqns, block, dim = _scattered(terms)
     rest = tuple(a for a in match.eqn.params["axes"] if str(a) not in match.axes)
     if rest:
         summed = _jax.var_like(match.eqn.outvars[0], block.aval.shape)
@@ -97,11 +105,39 @@ def manual_sum(dot: Any, decision: Decision, match: Match) -> list[Any]:
     return eqns
 
 
-def _scattered(dot: Any, decision: Decision, match: Match) -> tuple[list[Any], Any, int]:
-    """Return (equations, this device's block of the sum after what follows the dot, where)."""
+def _scattered(terms: Sequence[Term]) -> tuple[list[Any], Any, int]:
+    """Return (equations, this device's block of the sum that is reduced, where its blocks are).
+
+    A ring for each term, and on its block what follows the term, up to where another is added.
+    """
+    eqns: list[Any] = []
+    blocks: dict[Any, Any] = {}  # of the values that are added
+    for dot, decision, match in terms:
+        new, block = _ring(dot, decision, match)
+        eqns += new
+        dim, whole = match.dim, dot.outvars[0]
+        for step in match.between:
+            if is_add(step):
+                blocks[whole] = block
+                if not all(v in blocks for v in step.invars):
+                    break
+                out = _jax.var_like(step.outvars[0], block.aval.shape)
+                added = [blocks[v] for v in step.invars]
+                eqns.append(step.replace(invars=added, outvars=[out]))
+                block = out
+            elif kept := without_varying([step], match.axes):
+                new_step, dim = replay(kept[0], block, dim, match.size)
+                eqns.append(new_step)
+                (block,) = new_step.outvars
+            (whole,) = step.outvars
+    return eqns, block, dim
+
+
+def _ring(dot: Any, decision: Decision, match: Match) -> tuple[list[Any], Any]:
+    """Return the equations that scatter the sum of one einsum, and this device's block."""
     site, dim = decision.site, match.dim
     (whole,) = dot.outvars
-    eqns, invars, between = vary_first(dot, match.between, match.axes)
+    eqns, invars = vary_first(dot, match.between, match.axes)
     block = _jax.var_like(whole, block_shape(whole.aval.shape, dim, match.size))
     params = {
         "terms": (ScatterTerm(partial_einsum(dot, site), site.lhs_spec, site.rhs_spec),),
@@ -111,11 +147,13 @@ def _scattered(dot: Any, decision: Decision, match: Match) -> tuple[list[Any], A
         "mesh": None,
     }
     eqns.append(_jax.primitive_eqn(dot, einsum_reduce_scatter_p, invars, [block], params))
-    for step in between:
-        new, dim = replay(step, block, dim, match.size)
-        eqns.append(new)
-        (block,) = new.outvars
-    return eqns, block, dim
+    return eqns, block
+
+
+def manual_exchanged(terms: Sequence[Term]) -> list[Any]:
+    """Return the equations in place of the all-to-all that follows the one einsum of ``terms``."""
+    ((dot, decision, match),) = terms
+    return manual_exchange(dot, decision, match)
 
 
 def manual_exchange(dot: Any, decision: Decision, match: Match) -> list[Any]:

@@ -16,7 +16,8 @@ after::
 Einsums join a ring only if they gather the same value in the same way, and if the later one's
 local operand can be had at the place of the earlier one: cheap elementwise equations are moved up
 for that, nothing else is. A sum joins only when its parts have no other reader; what else is added
-in between is added after the ring.
+in between is added after the ring. Sums that a user wants whole inside a ``shard_map`` are added
+before the blocks are gathered, so that one ring and one gather are left.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def share_rings(jaxpr: Any) -> Any:
         }
         eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
     eqns = _join_gathers(eqns)
-    eqns = _join_sums(eqns, jaxpr.outvars)
+    eqns = _join_sums(eqns, jaxpr.outvars, _GatheredSums(eqns))
+    eqns = _join_sums(eqns, jaxpr.outvars, _ScatteredSums())
     return jaxpr.replace(eqns=eqns)
 
 
@@ -220,7 +222,7 @@ def canonical_names(eqns: list[Any]) -> dict[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
-    """A value as a sum: a scattered ring's result, if any, and others.
+    """A value as a sum: a scattered ring's result, or what is gathered of one, and others.
 
     ``ring``: where the ring stands; None without one. ``adds``: where the additions stand.
     """
@@ -230,7 +232,39 @@ class _Sum:
     adds: tuple[int, ...] = ()
 
 
-def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
+class _ScatteredSums:
+    """Scattered sums that are added: one ring."""
+
+    def key(self, eqn: Any) -> Any:
+        return _sum_key(eqn) if eqn.primitive is einsum_reduce_scatter_p else None
+
+    def joined(self, a: Any, b: Any) -> list[Any]:
+        return [_joined_sum(a, b)]
+
+
+class _GatheredSums:
+    """Scattered sums that are gathered and added: added first, and gathered once."""
+
+    def __init__(self, eqns: list[Any]) -> None:
+        self._blocks = {e.outvars[0]: e for e in eqns if e.primitive is einsum_reduce_scatter_p}
+
+    def key(self, eqn: Any) -> Any:
+        """What two gathers must have in common; None for anything but the gather of a sum."""
+        if eqn.primitive.name not in ("all_gather", "all_gather_invariant"):
+            return None
+        ring = None if _is_literal(eqn.invars[0]) else self._blocks.get(eqn.invars[0])
+        if ring is None:
+            return None
+        return eqn.primitive.name, str(eqn.params), _sum_key(ring)
+
+    def joined(self, a: Any, b: Any) -> list[Any]:
+        blocks = [a.invars[0], b.invars[0]]
+        out = _jax.fresh_like(blocks[0])
+        self._blocks[out] = self._blocks[blocks[0]]
+        return [_jax.add_eqn(a, blocks, out), a.replace(invars=[out])]
+
+
+def _join_sums(eqns: list[Any], outvars: Any, kind: _ScatteredSums | _GatheredSums) -> list[Any]:
     """Join rings whose results are added, in between or directly: ``(w + a) + b = w + (a + b)``."""
     readers = Counter(v for e in eqns for v in e.invars if not _is_literal(v))
     readers.update(v for v in outvars if not _is_literal(v))
@@ -244,15 +278,15 @@ def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
     for eqn in eqns:
         at = len(result)
         result.append(eqn)
-        if eqn.primitive is einsum_reduce_scatter_p:
+        if kind.key(eqn) is not None:
             sums[eqn.outvars[0]] = _Sum(at, ())
         elif eqn.primitive.name in _ADDS:
             (out,) = eqn.outvars
             a, b = map(as_sum, eqn.invars)
             rings = [s.ring for s in (a, b) if s.ring is not None]
             others, adds = (*a.others, *b.others), (*a.adds, *b.adds)
-            if len(rings) == 2 and _sum_key(result[rings[0]]) == _sum_key(result[rings[1]]):
-                joined = _joined_sum(*(result[k] for k in rings))
+            if len(rings) == 2 and len({kind.key(result[k]) for k in rings}) == 1:
+                joined = kind.joined(*(result[k] for k in rings))
                 for k in (*rings, *adds, at):
                     result[k] = None
                 sums[out] = _append_sum(result, eqn, joined, others)
@@ -261,10 +295,12 @@ def _join_sums(eqns: list[Any], outvars: Any) -> list[Any]:
     return [eqn for eqn in result if eqn is not None]
 
 
-def _append_sum(result: list[Any], add: Any, ring: Any, others: tuple[Any, ...]) -> _Sum:
-    """Append ``ring``, and the sum of its result and ``others`` as the result of ``add``."""
+def _append_sum(result: list[Any], add: Any, joined: list[Any], others: tuple[Any, ...]) -> _Sum:
+    """Append ``joined``, and the sum of its result and ``others`` as the result of ``add``."""
     (out,) = add.outvars
     parts = [*others, _jax.fresh_like(out)] if others else [out]
+    *before, ring = joined
+    result += before
     at = len(result)
     result.append(ring.replace(outvars=[parts[-1]]))
     total = parts[0]

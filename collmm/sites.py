@@ -95,6 +95,9 @@ class EinsumSite:
       follows: number of the einsum whose result an operand is an elementwise function of; -1: none.
       sources: which value lhs and rhs are, before any resharding: einsums with the same number
         read the same value.
+      together: the numbers of the einsums whose results are added before the one collective on
+        them, its own too; empty when alone.
+      one_ring: those einsums can share a ring: nothing but additions stands between them.
       precision: of the user's ``dot_general``: ``"default"``, or ``"highest"``.
       body: number of the computation it stands in: the program, or one loop body or branch.
       ready: for lhs and rhs, the number of the last einsum of the same body that it depends on; -1
@@ -121,6 +124,8 @@ class EinsumSite:
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
     follows: int = -1
+    together: tuple[int, ...] = ()
+    one_ring: bool = False
     precision: str = "default"
     body: int = 0
     ready: tuple[int, int] | None = None

@@ -31,7 +31,7 @@ LAYERS = (
         "hlo",
         "hlo.*",
     ),
-    ("report", "plan", "plan_file", "pinning", "budget", "breakeven", "explanation"),
+    ("report", "plan", "plan_file", "pinning", "budget", "together", "breakeven", "explanation"),
     ("_jax",),
     ("targets", "targets.*"),
     ("topology", "devices"),
@@ -63,7 +63,7 @@ LAYERS = (
 # Neither these nor anything they import imports jax.
 PURE = (
     "errors", "einsum", "ring", "schedule", "sites", "subaxes", "options", "constraints", "report",
-    "plan", "plan_file", "pinning", "budget", "breakeven", "explanation",
+    "plan", "plan_file", "pinning", "budget", "together", "breakeven", "explanation",
     "cost", "cost.*", "hlo", "hlo.*",
 )  # fmt: skip
 
