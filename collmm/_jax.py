@@ -390,6 +390,12 @@ def result_types(eqn: Any) -> Sequence[Any]:
     return avals
 
 
+def result_type(eqn: Any) -> Any:
+    """Return the type of the one result of ``eqn``, of a primitive that has one result."""
+    aval, _ = eqn.primitive.abstract_eval(*(v.aval for v in eqn.invars), **eqn.params)
+    return aval
+
+
 def typed_sharding(aval: Any) -> Any:
     """Return the sharding that is part of the type ``aval``, None where it has none."""
     mesh = aval.sharding.mesh

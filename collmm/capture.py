@@ -24,9 +24,10 @@ from typing import Any
 from collmm import _jax
 from collmm.dependence import Dependence, dependences
 from collmm.errors import Reason
-from collmm.manual import Body, Match
+from collmm.manual import Body, Match, readers_of
 from collmm.prologue import narrow_share
 from collmm.sites import Location
+from collmm.sunk import gathers_early
 
 SITE_KEY = "collmm_site"
 OVERLAP_KEY = "collmm_overlap"
@@ -69,6 +70,7 @@ class CapturedDot:
       sources: which value each operand is, before any resharding: equal numbers, equal values.
       narrow: per operand and dimension, how much of its bytes a ring would send: less than 1.0
         where it is made of a narrower value by casts and scales.
+      early: per operand, whether it is made by elementwise work of what the user gathers.
       dependence: which einsums it waits for and which wait for it.
       follows: the einsum whose result an operand is an elementwise function of; -1: none.
     """
@@ -85,6 +87,7 @@ class CapturedDot:
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
     narrow: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    early: tuple[bool, bool] = (False, False)
     dependence: Dependence | None = None
     follows: int = -1
 
@@ -155,6 +158,7 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
         return known[root]
 
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    readers = readers_of(jaxpr)
     makers: dict[Any, int] = {}  # the einsum that a value is an elementwise function of
     for eqn in jaxpr.eqns:
         number = site_of(eqn)
@@ -165,8 +169,9 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
                 dots[number] = dataclasses.replace(dots[number], follows=made[0][1])
             makers[eqn.outvars[0]] = number
             left, right = (narrow_share(v, producers) for v in eqn.invars)
+            first, second = (gathers_early(v, producers, readers) for v in eqn.invars)
             dots[number] = dataclasses.replace(
-                dots[number], sources=(lhs, rhs), narrow=(left, right)
+                dots[number], sources=(lhs, rhs), narrow=(left, right), early=(first, second)
             )
             continue
         for v, maker in made:

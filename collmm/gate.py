@@ -16,7 +16,9 @@ from typing import Any
 from collmm.capture import CapturedDot
 from collmm.einsum import Einsum
 from collmm.errors import Reason
+from collmm.manual import Match
 from collmm.partition import DotSharding
+from collmm.prologue import travelling_bytes
 from collmm.schedule import MAX_PEERS
 from collmm.sites import (
     ALL_GATHER,
@@ -45,6 +47,7 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
         return _refuse(site, Reason.UNREACHED)
     if sharding.refusal is not None:
         return _refuse(site, sharding.refusal, sharding.detail)
+    sharding = _reachable(sharding, dot)
     site = dataclasses.replace(
         site,
         lhs_spec=sharding.lhs,
@@ -60,6 +63,15 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
         return _refuse(site, Reason.UNEVEN_SHARDS, unfit)
     site = dataclasses.replace(site, collectives=_collectives(site, sharding, dot.narrow))
     return _judge(site, sharding)
+
+
+def _reachable(sharding: DotSharding, dot: CapturedDot) -> DotSharding:
+    """Return ``sharding`` without gathers before elementwise work that a ring cannot take over."""
+    kept = [
+        ((),) * len(spec) if behind and not early else spec
+        for spec, behind, early in zip(sharding.gathered, sharding.early, dot.early, strict=True)
+    ]
+    return dataclasses.replace(sharding, gathered=(kept[0], kept[1]))
 
 
 def _bare_site(dot: CapturedDot) -> EinsumSite:
@@ -100,7 +112,10 @@ def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
         nbytes = math.prod(site.shapes[which]) * site.itemsizes[which]
         looped = m.kind != ALL_TO_ALL or m.size <= MAX_PEERS
         dim = m.dim if looped else -1
-        collectives.append(Collective(m.kind, m.operand, dim, m.axes, nbytes, m.split_dim))
+        c = Collective(m.kind, m.operand, dim, m.axes, nbytes, m.split_dim)
+        if m.kind == ALL_GATHER and m.refusal is None:
+            c = _gathered_by_hand(c, m)
+        collectives.append(c)
     return dataclasses.replace(
         site,
         lhs_spec=((),) * len(site.shapes[0]),
@@ -110,6 +125,19 @@ def _manual_site(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
         axis_sizes=dot.manual_axes,
         manual=True,
     )
+
+
+def _gathered_by_hand(c: Collective, m: Match) -> Collective:
+    """Return the gather with the bytes that the user gathers, and those that a ring would send."""
+    whole = m.eqn.outvars[0].aval
+    gathered = sent = math.prod(whole.shape) * whole.dtype.itemsize
+    if m.prologue is not None:
+        # Scales that run along the gathered dimension are gathered by the user, too.
+        gathered = sent = m.size * travelling_bytes(m.prologue.leaves, m.dim)
+    elif m.between:
+        sent = min(gathered, c.bytes)
+    other = sent if sent != gathered else 0
+    return dataclasses.replace(c, bytes=gathered, narrow_bytes=other)
 
 
 def _judge_manual(site: EinsumSite, dot: CapturedDot) -> EinsumSite:
@@ -195,11 +223,15 @@ def _collectives(
         zip((site.lhs_spec, site.rhs_spec), sharding.gathered, strict=True)
     ):
         nbytes = _bytes(site, operand, spec, sizes)
+        early = sharding.early[operand]
+        gathered = nbytes // site.itemsizes[operand] * early if early else nbytes
         for dim, axes in enumerate(moved):
             if axes and math.prod(sizes[a] for a in axes) > 1:
                 share = narrow[operand][dim] if narrow[operand] else 1.0
-                less = int(nbytes * share) if share < 1 else 0
-                found.append(Collective(ALL_GATHER, operand, dim, axes, nbytes, narrow_bytes=less))
+                sent = int(nbytes * share)
+                other = sent if sent != gathered else 0
+                c = Collective(ALL_GATHER, operand, dim, axes, gathered, narrow_bytes=other)
+                found.append(dataclasses.replace(c, early=bool(early)))
     nbytes = _bytes(site, 2, site.out_spec, sizes)
     left = list(sharding.reduced)
     for dim, axes in enumerate(sharding.scattered):

@@ -10,7 +10,8 @@ There is nothing to propagate; the pattern is matched in the jaxpr, in both dire
     s = psum[axes=('model',)] y                 # -> the same ring, and an all-gather of its blocks
     s = psum[axes=('model',)] (add y z)         # -> the same, if z is the result of a dot as well
 
-looking through casts, transposes and reshapes in between that keep the blocks of the ring whole.
+looking through casts, transposes and reshapes in between that keep the blocks of the ring whole,
+and before a dot through casts and scales.
 Refuses: groups of an axis, a sum that something else reads too or that is sliced by hand, a sum of
 a dot's result and of what is none, any other collective. A ring of permutes that the user wrote is
 no pattern here and stays as it is.
@@ -21,18 +22,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from collmm import _jax
+from collmm.blocks import (
+    ADDS,
+    backward,
+    common_blocks,
+    forward,
+    is_add,
+    sum_may_come_first,
+    through,
+)
 from collmm.errors import Reason
+from collmm.prologue import Prologue, gathered_prologue
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 _SUMS = ("psum", "psum_invariant")
 _GATHERS = ("all_gather", "all_gather_invariant")
-_ADDS = ("add", "add_any")
 _THROUGH = ("convert_element_type", "transpose", "reshape", "pvary", "pcast", "copy")
 
 
@@ -49,6 +57,8 @@ class Match:
       size: number of devices on the ring.
       eqn: the collective's equation.
       between: what stands between collective and dot, in program order.
+      prologue: casts and scales between a gather and the dot, done where each shard arrives; then
+        nothing is ``between``.
       split_dim: of an all-to-all, the dimension that is whole before it.
       refusal: where no ring replaces it, a reason that only the equation tells; or None.
       detail: more about it, in words.
@@ -62,6 +72,7 @@ class Match:
     eqn: Any
     between: tuple[Any, ...]
     split_dim: int = -1
+    prologue: Prologue | None = None
     refusal: Reason | None = None
     detail: str = ""
 
@@ -70,7 +81,7 @@ class Match:
         """Whether the result of the dot is added to all others as it is."""
         last = max((i for i, step in enumerate(self.between) if is_add(step)), default=0)
         names = {step.primitive.name for step in self.between[:last]}
-        return names <= {"pvary", *_ADDS}
+        return names <= {"pvary", *ADDS}
 
 
 class Body:
@@ -82,12 +93,8 @@ class Body:
     def __init__(self, jaxpr: Any, axis_sizes: Mapping[str, int]) -> None:
         self.axis_sizes = axis_sizes
         self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        # None reads what the body returns.
-        self.readers: dict[Any, list[Any]] = {}
-        for reader, atoms in (*((e, e.invars) for e in jaxpr.eqns), (None, jaxpr.outvars)):
-            for v in atoms:
-                if not isinstance(v, _jax.Literal):
-                    self.readers.setdefault(v, []).append(reader)
+        self.readers = readers_of(jaxpr)
+        self._prologues: dict[Any, tuple[Prologue, Any] | None] = {}
 
     def matches(self, dot: Any) -> list[Match]:
         """Return the collectives next to one dot of this body."""
@@ -108,11 +115,11 @@ class Body:
         if name == "all_to_all":
             return _exchange(eqn, operand, between)
         if name not in _GATHERS:
-            return None
+            return self._scaled(dot, operand)
         size = eqn.params["axis_size"]
         if _grouped(eqn):
             return _no_ring(ALL_GATHER, operand, eqn, Reason.AXIS_GROUPS)
-        dim = _through(between, eqn.params["all_gather_dimension"], size, _forward)
+        dim = through(between, eqn.params["all_gather_dimension"], size, forward)
         if dim is None:
             return None
         varies = [_jax.varies_over(v, axes_of(eqn)) for v in (eqn.invars[0], dot.outvars[0])]
@@ -121,6 +128,50 @@ class Body:
             detail = f"the result must not vary over {','.join(axes_of(eqn))}"
             return _no_ring(ALL_GATHER, operand, eqn, Reason.INSIDE_SHARD_MAP, detail)
         return Match(ALL_GATHER, operand, dim, axes_of(eqn), size, eqn, tuple(between))
+
+    def _scaled(self, dot: Any, operand: int) -> Match | None:
+        """Return the match of a gather that casts and scales separate from the dot."""
+        var = dot.invars[operand]
+        if var not in self._prologues:
+            self._prologues[var] = self._prologue(var)
+        found = self._prologues[var]
+        if found is None or not _jax.varies_over(dot.outvars[0], self._ring_axes(found[1])):
+            return None
+        prologue, eqn = found
+        dim = eqn.params["all_gather_dimension"]
+        size = eqn.params["axis_size"]
+        return Match(ALL_GATHER, operand, dim, axes_of(eqn), size, eqn, (), prologue=prologue)
+
+    def _ring_axes(self, eqn: Any) -> tuple[str, ...]:
+        """Return the axes over which the result of a ring in place of ``eqn`` varies, typed."""
+        typed = _jax.varies_over(eqn.invars[0], axes_of(eqn))
+        return axes_of(eqn) if typed and eqn.primitive.name == "all_gather_invariant" else ()
+
+    def _prologue(self, var: Any) -> tuple[Prologue, Any] | None:
+        """Return the prologue of ``var``, and the gather of the value itself."""
+        first = self._producer(var)
+        while first is not None and first.primitive.name not in _GATHERS:
+            same = [v for v in first.invars if v.aval.shape == var.aval.shape]
+            first = self._producer(same[0]) if same else None
+        if first is None or _grouped(first) or not first.params["tiled"]:
+            return None
+
+        def gathers(eqn: Any, dim: int) -> bool:
+            alike = eqn.primitive.name in _GATHERS and eqn.params["tiled"] and not _grouped(eqn)
+            there = alike and eqn.params["all_gather_dimension"] == dim
+            return there and axes_of(eqn) == axes_of(first)
+
+        dim = first.params["all_gather_dimension"]
+        prologue = gathered_prologue(var, self.producers, dim, gathers)
+        if prologue is None:
+            return None
+        inside = {id(eqn) for eqn in prologue.eqns}
+        for eqn in prologue.eqns:
+            for reader in self.readers.get(eqn.outvars[0], ()):
+                dot = reader is not None and reader.primitive.name == "dot_general"
+                if not dot and id(reader) not in inside:
+                    return None  # the plain gather would stay
+        return prologue, first
 
     def _after(self, dot: Any) -> Match | None:
         between, eqn = self._followed(dot.outvars[0])
@@ -170,9 +221,9 @@ class Body:
         size = eqn.params["axis_size"]
         if _grouped(eqn):
             return _no_ring(REDUCE_SCATTER, None, eqn, Reason.AXIS_GROUPS)
-        if not all(_sum_may_come_first(step) for step in between):
+        if not all(sum_may_come_first(step) for step in between):
             return None
-        dim = _through(between[::-1], eqn.params["scatter_dimension"], size, _backward)
+        dim = through(between[::-1], eqn.params["scatter_dimension"], size, backward)
         if dim is None or dot.outvars[0].aval.shape[dim] % size:
             return None
         return Match(REDUCE_SCATTER, None, dim, axes_of(eqn), size, eqn, tuple(between))
@@ -199,14 +250,14 @@ class Body:
             return _no_ring(ALL_REDUCE, None, eqn, Reason.NO_COLLECTIVE)
         if eqn.outvars[0].aval.shape != eqn.invars[0].aval.shape:
             detail = "the sum takes in a dimension of the value itself"
-        elif not all(_sum_may_come_first(step) for step in between):
+        elif not all(sum_may_come_first(step) for step in between):
             detail = "a cast before the sum would change it after"
         elif self._sliced(eqn):
             detail = "the sum is sliced by hand"
         else:
             terms = self.terms(eqn.invars[0])
             for axes, size in rings:
-                dim = _common_blocks(dot, terms, size)
+                dim = common_blocks(dot, terms, size)
                 if dim is not None:
                     return Match(ALL_REDUCE, None, dim, axes, size, eqn, tuple(between))
             detail = f"no dimension of {dot.outvars[0].aval.shape} divides into blocks"
@@ -235,6 +286,16 @@ class Body:
         return readers[0] if len(readers) == 1 else None
 
 
+def readers_of(jaxpr: Any) -> dict[Any, list[Any]]:
+    """Return the equations that read each value; None reads what the jaxpr returns."""
+    readers: dict[Any, list[Any]] = {}
+    for reader, atoms in (*((e, e.invars) for e in jaxpr.eqns), (None, jaxpr.outvars)):
+        for v in atoms:
+            if not isinstance(v, _jax.Literal):
+                readers.setdefault(v, []).append(reader)
+    return readers
+
+
 def _no_ring(kind: str, operand: int | None, eqn: Any, reason: Reason, detail: str = "") -> Match:
     """Return the match of a collective that no ring replaces, and why."""
     return Match(kind, operand, -1, axes_of(eqn), 1, eqn, (), refusal=reason, detail=detail)
@@ -248,143 +309,6 @@ def _exchange(eqn: Any, operand: int | None, between: list[Any]) -> Match:
     size = eqn.invars[0].aval.shape[p["split_axis"]]
     size //= max(eqn.outvars[0].aval.shape[p["split_axis"]], 1)
     return Match(ALL_TO_ALL, operand, dim, axes_of(eqn), size, eqn, tuple(between), p["split_axis"])
-
-
-# --- following the blocks of a ring through an equation ---
-
-
-def _through(steps: list[Any], dim: int, size: int, follow: Callable) -> int | None:
-    """Follow the blocks of dimension ``dim`` through equations; None where they break up."""
-    for step in steps:
-        new = follow(step, dim, size)
-        if new is None:
-            return None
-        dim = new
-    return dim
-
-
-def _common_blocks(dot: Any, terms: Sequence[tuple[Any, list[Any]]], size: int) -> int | None:
-    """Return the dimension of ``dot`` by which the sum of all ``terms`` splits into blocks.
-
-    Every term has to split so, and all their blocks are the same of the sum.
-    """
-    first, path = terms[0]
-    for dim, extent in enumerate(first.outvars[0].aval.shape):
-        if extent % size or not extent:
-            continue
-        end = _through(path, dim, size, _forward)
-        if end is None:
-            continue
-        dims = [dim, *(_through(steps[::-1], end, size, _backward) for _, steps in terms[1:])]
-        results = [term.outvars[0].aval.shape for term, _ in terms]
-        if all(d is not None and r[d] % size == 0 for d, r in zip(dims, results, strict=True)):
-            return next(d for d, (term, _) in zip(dims, terms, strict=True) if term is dot)
-    return None
-
-
-def is_add(eqn: Any) -> bool:
-    """Whether ``eqn`` adds two values."""
-    return eqn.primitive.name in _ADDS
-
-
-def _sum_may_come_first(eqn: Any) -> bool:
-    """Whether summing before ``eqn`` gives what summing after it gives, or a more exact value.
-
-    The ring sums before what stands between dot and reduce-scatter. A cast to a narrower type of
-    the same kind may wait (integers wrap alike); any other cast would change the sum.
-    """
-    if eqn.primitive.name != "convert_element_type":
-        return True
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    for kind in (jnp.integer, jnp.floating):
-        if jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind):
-            return new.itemsize <= old.itemsize and not _half_swap(old, new)
-    return False
-
-
-def _half_swap(old: Any, new: Any) -> bool:
-    """Whether a cast goes between two floats of one size, each of which rounds what it gets."""
-    return old != new and old.itemsize == new.itemsize and jnp.issubdtype(old, jnp.floating)
-
-
-def _forward(eqn: Any, dim: int, size: int) -> int | None:
-    """Return where dimension ``dim`` of the operand, made of ``size`` blocks, is in the result."""
-    if eqn.primitive.name == "transpose":
-        return eqn.params["permutation"].index(dim)
-    if eqn.primitive.name == "reshape":
-        return _reshaped(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, dim, size)
-    return dim
-
-
-def _backward(eqn: Any, dim: int, size: int) -> int | None:
-    """Return which dimension of the operand becomes ``dim`` of the result."""
-    if eqn.primitive.name == "transpose":
-        return eqn.params["permutation"][dim]
-    if eqn.primitive.name == "reshape":
-        return _reshaped(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, dim, size)
-    return dim
-
-
-def _reshaped(old: tuple[int, ...], new: tuple[int, ...], dim: int, size: int) -> int | None:
-    """Return the dimension of ``new`` whose ``size`` blocks are those of ``old[dim]``.
-
-    Blocks stay whole when as much stands before both dimensions and the new one still divides.
-    """
-    before = math.prod(old[:dim])
-    for j, extent in enumerate(new):
-        if math.prod(new[:j]) == before and extent % size == 0:
-            return j
-    return None
-
-
-def block_shape(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    """Return ``shape`` with one block of dimension ``dim`` in place of ``size``."""
-    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
-
-
-def replay(eqn: Any, operand: Any, dim: int, size: int) -> tuple[Any, int]:
-    """Return ``eqn`` on one block instead of the whole value, and where the blocks are then."""
-    new_dim = _forward(eqn, dim, size)
-    assert new_dim is not None
-    shape = block_shape(eqn.outvars[0].aval.shape, new_dim, size)
-    out = _jax.var_like(eqn.outvars[0], shape)
-    params = dict(eqn.params)
-    if eqn.primitive.name == "reshape":
-        params["new_sizes"] = shape
-    return eqn.replace(invars=[operand], outvars=[out], params=params), new_dim
-
-
-def vary_first(
-    dot: Any, between: Sequence[Any], axes: Sequence[str]
-) -> tuple[list[Any], list[Any]]:
-    """Return (equations, operands of the dot that vary over ``axes`` after them).
-
-    A sum over axes over which the einsum does not vary comes after a ``pvary``. What a ring makes
-    varies over its axes from the start, so an operand of the einsum has to.
-    """
-    before, invars = [], list(dot.invars)
-    for step in between:
-        ring = tuple(a for a in _varied(step) if a in axes)
-        if ring:
-            before.append(_jax.pvary_eqn(step, invars[0], ring))
-            invars[0] = before[-1].outvars[0]
-    return before, invars
-
-
-def without_varying(steps: Sequence[Any], axes: Sequence[str]) -> list[Any]:
-    """Return ``steps`` for a value that varies over ``axes`` already: no ``pvary`` over them."""
-    kept = []
-    for step in steps:
-        rest = tuple(a for a in _varied(step) if a not in axes)
-        if len(rest) < len(_varied(step)):
-            step = step.replace(params={"axes": rest})
-        if rest or step.primitive.name != "pvary":
-            kept.append(step)
-    return kept
-
-
-def _varied(eqn: Any) -> tuple[Any, ...]:
-    return eqn.params["axes"] if eqn.primitive.name == "pvary" else ()
 
 
 def axes_of(eqn: Any) -> tuple[str, ...]:

@@ -138,18 +138,22 @@ def _ring(leaves, locals_, prologue, uses, dim, schedule):
 
 
 def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
+    count = len(prologue.leaves)
     whole = prologue.out.aval.shape
     if mesh is None:
-        whole = (*whole[:dim], whole[dim] * schedule.ring_size, *whole[dim + 1 :])
+        itself = tuple(range(len(whole)))
+        pairs = zip(prologue.leaves, operands, strict=False)
+        shard = next(x.shape for leaf, x in pairs if leaf.dims == itself)
+        whole = (*shard[:dim], shard[dim] * schedule.ring_size, *shard[dim + 1 :])
     first = operands[0]
     avals = []
-    for local, use in zip(operands[len(prologue.leaves) :], uses, strict=True):
+    for local, use in zip(operands[count:], uses, strict=True):
         partial = use.consumer.partial
         pair = (local.shape, whole) if use.consumer.gathered_operand else (whole, local.shape)
         shape = partial.einsum.out_shape(*pair)
         if mesh is None:
-            pair = (first, local)
-            avals.append(_jax.manual_aval(pair, shape, partial.out_dtype, schedule.axes))
+            moved = (*operands[:count], local)
+            avals.append(_jax.manual_aval(moved, shape, partial.out_dtype, schedule.axes))
             continue
         avals.append(_jax.aval_like((first, local), shape, partial.out_dtype, use.out_spec))
     return avals

@@ -26,6 +26,7 @@ from collmm.capture import SITE_KEY, Captured
 from collmm.errors import AnalysisError, Reason
 from collmm.sites import Spec
 from collmm.subaxes import is_part, join_axes, on_split, read_axes, split_axes
+from collmm.sunk import MOST_EQUATIONS, STABLEHLO
 
 # In the order in which the compiler itself runs them.
 _PASSES = (
@@ -61,6 +62,8 @@ class DotSharding:
       lhs, rhs: shardings of the operands as the dot takes them.
       out: sharding of the dot's result, before any reduction.
       gathered: axes gathered per dimension of lhs and of rhs, just before the dot.
+      early: of a gather that elementwise work separates from the dot, the bytes of an element of
+        what is gathered; 0 where it stands just before the dot.
       reduced: axes over which the result is summed.
       scattered: axes by which the sum is then sliced, per dimension of the result.
       shared: the sum is used in another way as well.
@@ -77,6 +80,7 @@ class DotSharding:
     rhs: Spec = ()
     out: Spec = ()
     gathered: tuple[Spec, Spec] = ((), ())
+    early: tuple[int, int] = (0, 0)
     reduced: tuple[str, ...] = ()
     scattered: Spec = ()
     shared: bool = False
@@ -247,6 +251,7 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
     others: list[tuple[int | None, str]] = []
     exchanged: list[Exchange] = []
     specs: list[Spec] = []
+    early: list[int] = []
     misfit = _gathered_first(op.results[0])
     for i, operand in enumerate(op.operands):
         specs.append(reader.spec(operand))
@@ -255,8 +260,12 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
             source = _producer(producer.operands[0])
             misfit |= source is not None and source.name == "sdy.all_gather"
         moved: Spec = ((),) * len(specs[-1])
+        sunk = _early_gather(operand)
+        early.append(0 if sunk is None else _bytes_of(sunk.results[0]))
         if producer is not None and producer.name == "sdy.all_gather":
             moved = reader.moved(producer)
+        elif sunk is not None:
+            moved = reader.moved(sunk)
         elif producer is not None and producer.name == "sdy.all_to_all":
             _note_exchange(producer, i, exchanged, others)
         elif producer is not None and producer.name == "sdy.collective_permute":
@@ -273,6 +282,7 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
             rhs=specs[1],
             out=out,
             gathered=(gathered[0], gathered[1]),
+            early=(early[0], early[1]),
             reduced=reduced,
             scattered=scattered,
             shared=shared,
@@ -341,6 +351,36 @@ def _read_result(
     if len(slices) == 1 and slices[0].name == "sdy.all_slice":
         return reduced, reader.moved(slices[0]), False
     return reduced, nothing, any(s.name == "sdy.all_slice" for s in slices)
+
+
+def _early_gather(value: Any) -> Any:
+    """Return the one gather that only elementwise work separates from ``value``, or None.
+
+    None as well where the gather makes ``value`` itself.
+    """
+    shape = ir.RankedTensorType(value.type).shape
+    found: dict[Any, Any] = {}
+    todo, left = [value], MOST_EQUATIONS
+    while todo and left:
+        value = todo.pop()
+        op = _producer(value)
+        if op is None or ir.RankedTensorType(value.type).shape != shape:
+            continue
+        if op.name == "sdy.all_gather":
+            found[value] = op
+        elif op.name in STABLEHLO:
+            left -= 1
+            todo += list(op.operands)
+    return next(iter(found.values())) if len(found) == 1 and left < MOST_EQUATIONS else None
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of an element, at least one."""
+    kind: Any = ir.RankedTensorType(value.type).element_type
+    if isinstance(kind, ir.ComplexType):
+        part: Any = kind.element_type
+        return 2 * part.width // 8
+    return max(1, kind.width // 8)
 
 
 def _gathered_first(result: Any) -> bool:

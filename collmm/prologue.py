@@ -8,13 +8,17 @@ the same casts, in the same order, on the same elements. So the narrow value can
 wide where it arrives.
 
 Refuses (there is no prologue) where nothing narrower than the operand is found behind it.
+
+Where a user gathers by hand and works on the whole value, the prologue starts from the shards: what
+stays (a scale that does not run along the gathered dimension) is this device's own, as it was.
+Refuses there what runs along the gathered dimension and is not gathered in the same way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collmm import _jax
@@ -23,6 +27,8 @@ from collmm import _jax
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "div", "add", "sub", "neg"})
 # Longer chains are no dequantisation, and the work is done again for every block.
 _MAX_EQUATIONS = 8
+# They change no value: a block of the one is a block of the other.
+_SAME = frozenset({"all_gather", "all_gather_invariant", "pvary"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Prologue:
         known = {leaf.var: block for leaf, block in zip(self.leaves, blocks, strict=True)}
         for eqn in self.eqns:
             args = [v.val if isinstance(v, _jax.Literal) else known[v] for v in eqn.invars]
-            if _jax.is_resharding(eqn):
+            if _jax.is_resharding(eqn) or eqn.primitive.name in _SAME:
                 (known[eqn.outvars[0]],) = args
                 continue
             changed: dict[str, Any] = {"sharding": None} if "sharding" in eqn.params else {}
@@ -95,6 +101,77 @@ def prologue_of(var: Any, producers: Mapping[Any, Any], dim: int) -> Prologue | 
         return None  # one value along two dimensions: its blocks are not the same
     eqns = _between(var, names, producers)
     return None if len(eqns) > _MAX_EQUATIONS else Prologue(tuple(leaves), tuple(eqns), var)
+
+
+def gathered_prologue(
+    var: Any, producers: Mapping[Any, Any], dim: int, gathers: Callable[[Any, int], bool]
+) -> Prologue | None:
+    """Return the prologue of ``var``, a whole value, that starts from the shards gathered for it.
+
+    Args:
+      var: the operand of an einsum inside a ``shard_map``.
+      producers: the equation that makes each variable of the same jaxpr.
+      dim: the dimension along which it is gathered.
+      gathers: whether an equation is the gather of a given dimension of its operand.
+
+    Returns:
+      None where ``var`` is not made by elementwise work of gathered values alone.
+    """
+    leaves = _Gathered(producers, dim, gathers).leaves(var, tuple(range(var.aval.ndim)))
+    if leaves is None or all(leaf.dims != tuple(range(var.aval.ndim)) for leaf in leaves):
+        return None
+    names = {leaf.var for leaf in leaves}
+    if len(names) < len(leaves):
+        return None
+    eqns = _between(var, names, producers)
+    return None if len(eqns) > _MAX_EQUATIONS else Prologue(tuple(leaves), tuple(eqns), var)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """Finds the shards from which a value is made, gathered along ``dim``."""
+
+    producers: Mapping[Any, Any]
+    dim: int
+    gathers: Callable[[Any, int], bool]
+
+    def leaves(
+        self, var: Any, dims: tuple[int | None, ...], depth: int = _MAX_EQUATIONS
+    ) -> list[Leaf] | None:
+        """Return what makes ``var``, whose dimensions are ``dims`` of the result."""
+        if self.dim not in dims:
+            return [Leaf(var, dims)]
+        eqn = self.producers.get(var)
+        if eqn is None or depth == 0 or len(eqn.outvars) != 1:
+            return None
+        if self.gathers(eqn, dims.index(self.dim)):
+            return [Leaf(eqn.invars[0], dims)]
+        found: list[Leaf] = []
+        for atom in eqn.invars:
+            if isinstance(atom, _jax.Literal):
+                continue
+            along = self._along(eqn, atom, dims)
+            part = None if along is None else self.leaves(atom, along, depth - 1)
+            if part is None:
+                return None
+            found += [leaf for leaf in part if leaf not in found]
+        return found
+
+    def _along(
+        self, eqn: Any, atom: Any, dims: tuple[int | None, ...]
+    ) -> tuple[int | None, ...] | None:
+        """Return along which dimensions of the result an operand runs; None if that is unknown."""
+        shape = eqn.outvars[0].aval.shape
+        if eqn.primitive.name == "broadcast_in_dim":
+            places = eqn.params["broadcast_dimensions"]
+        elif eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name == "pvary":
+            places = range(atom.aval.ndim)
+        else:
+            return None
+        if atom.aval.ndim not in (0, len(places)):
+            return None
+        pairs = zip(places, atom.aval.shape, strict=True)
+        return tuple(dims[d] if extent == shape[d] else None for d, extent in pairs)
 
 
 def narrow_share(var: Any, producers: Mapping[Any, Any]) -> tuple[float, ...]:

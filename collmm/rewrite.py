@@ -58,6 +58,7 @@ from collmm.sites import (
     trimmed,
 )
 from collmm.subaxes import AxisSizes, joined, whole_axes
+from collmm.sunk import sink
 
 # What takes the place of a hand-written collective on the result of a dot, or on a sum of them.
 _AFTER = {
@@ -127,6 +128,8 @@ class _Rewriter:
         self._whole = whole
         self.refused: dict[int, str] = {}
         self.notes = Notes()
+        # (operand, sharding) -> what a ring sends for it, where the gather was sunk.
+        self._sunk: dict[Any, Any] = {}
 
     def walk(self, jaxpr: Any) -> Any:
         producers: dict[Any, Any] = {}
@@ -188,7 +191,8 @@ class _Rewriter:
                 return [eqn]  # the ring stands where the user's collective was
             if match.kind == ALL_TO_ALL:
                 return manual_exchange(eqn, decision, match)
-            self.notes.operands[eqn.outvars[0]] = eqn.invars[match.operand]
+            if match.prologue is None:
+                self.notes.operands[eqn.outvars[0]] = eqn.invars[match.operand]
             return manual_gather(eqn, decision, match)
         new = {
             (key, index): self.walk(_jax.open_jaxpr(sub))
@@ -208,10 +212,11 @@ class _Rewriter:
         mesh = self._meshes[site.axis_sizes]
         assert decision.collective is not None
         self._note_gathers(eqn, decision, decision.collective)
+        sunk: list[Any] = []
         if decision.collective.kind == ALL_TO_ALL:
             new = _exchange_eqn(eqn, decision, mesh, producers)
         elif decision.collective.kind == ALL_GATHER:
-            new = _gather_eqn(eqn, decision, mesh, producers)
+            sunk, new = _gather_eqns(eqn, decision, mesh, producers, self._sunk)
         else:
             new = scatter_eqn(eqn, decision, mesh)
         # Where shardings are types, the user's reshard of the result is what scatters it.
@@ -219,13 +224,20 @@ class _Rewriter:
         if reshard is not None and type_change(eqn.outvars, new):
             new = new.replace(outvars=reshard.outvars)
             if not type_change(reshard.outvars, new):
-                return [new]
+                return self._with_sunk(eqn, decision, sunk, new)
         change = type_change(eqn.outvars, new)
         if change:
             self.refused[site.index] = change
             self._note_gathers(eqn, decision, None)
-            new = eqn
-        return [new]
+            return [eqn]
+        return self._with_sunk(eqn, decision, sunk, new)
+
+    def _with_sunk(self, eqn: Any, decision: Decision, sunk: list[Any], new: Any) -> list[Any]:
+        """Return the equations of a ring; others that gather the same value start from these."""
+        c = decision.collective
+        if sunk and c is not None and c.operand is not None:
+            self._sunk[eqn.invars[c.operand], new.params["gathered_spec"]] = new.invars[0]
+        return [*sunk, new]
 
     def _note_gathers(self, dot: Any, decision: Decision, looped: Collective | None) -> None:
         """Note the operands of a dot that the compiler gathers; a ring may hand them out."""
@@ -256,14 +268,29 @@ def _typed_reshards(jaxpr: Any) -> dict[Any, Any]:
     }
 
 
-def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:
+def _gather_eqns(
+    eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any], known: dict[Any, Any]
+) -> tuple[list[Any], Any]:
+    """Return what makes the value that the ring sends, and the ring in place of ``eqn``.
+
+    ``known`` are such values that others made already.
+    """
     site, collective = decision.site, decision.collective
     assert collective is not None
     side, dim = collective.operand, collective.dim
     assert side is not None
     specs = [site.lhs_spec, site.rhs_spec]
     gathered_spec = _appended(specs[side], dim, collective.axes)
-    gathered = _before_gather(eqn.invars[side], gathered_spec, site.axis_sizes, producers)
+
+    def before(atom: Any) -> Any:
+        return _before_gather(atom, gathered_spec, site.axis_sizes, producers)
+
+    sunk: list[Any] = []
+    gathered = known.get((eqn.invars[side], gathered_spec))
+    if gathered is None:
+        gathered = before(eqn.invars[side])
+        if collective.early:
+            sunk, gathered = sink(gathered, producers, before)
     use = GatherUse(
         Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision)
     )
@@ -275,9 +302,8 @@ def _gather_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, An
         "mesh": mesh,
         "hand_out": False,
     }
-    return _jax.primitive_eqn(
-        eqn, all_gather_einsum_p, [gathered, eqn.invars[1 - side]], eqn.outvars, params
-    )
+    invars = [gathered, eqn.invars[1 - side]]
+    return sunk, _jax.primitive_eqn(eqn, all_gather_einsum_p, invars, eqn.outvars, params)
 
 
 def _exchange_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:

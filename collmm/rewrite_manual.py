@@ -25,10 +25,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from collmm import _jax
+from collmm.blocks import block_shape, is_add, replay, vary_first, without_varying
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p
 from collmm.loops import Consumer, PartialEinsum
-from collmm.manual import Match, block_shape, is_add, replay, vary_first, without_varying
+from collmm.manual import Match
+from collmm.narrow import narrow_gather_einsum_p
 from collmm.plan import Decision
 from collmm.primitives import (
     GatherUse,
@@ -40,8 +42,9 @@ from collmm.primitives import (
 
 def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
     """Return the equations that take the place of ``dot``, whose operand ``match`` gathers."""
-    site = decision.site
     assert match.operand is not None
+    if match.prologue is not None:
+        return [_narrow_gather(dot, decision, match)]
     eqns: list[Any] = []
     (block,) = match.eqn.invars
     dim = match.eqn.params["all_gather_dimension"]
@@ -54,22 +57,37 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
         new, dim = replay(step, block, dim, match.size)
         eqns.append(new)
         (block,) = new.outvars
-    side = match.operand
+    params = _gather_params(dot, decision, match.operand, dim)
+    invars = [block, dot.invars[1 - match.operand]]
+    params["hand_out"] = False
+    new = _jax.primitive_eqn(dot, all_gather_einsum_p, invars, dot.outvars, params)
+    check_type(dot, new)
+    return [*eqns, new]
+
+
+def _narrow_gather(dot: Any, decision: Decision, match: Match) -> Any:
+    """Return the ring in place of ``dot`` that casts and scales each shard where it arrives."""
+    assert match.operand is not None
+    assert match.prologue is not None
+    params = _gather_params(dot, decision, match.operand, match.dim)
+    params["prologue"] = match.prologue
+    invars = [*(leaf.var for leaf in match.prologue.leaves), dot.invars[1 - match.operand]]
+    new = _jax.primitive_eqn(dot, narrow_gather_einsum_p, invars, dot.outvars, params)
+    check_type(dot, new)
+    return new
+
+
+def _gather_params(dot: Any, decision: Decision, side: int, dim: int) -> dict[str, Any]:
+    site = decision.site
     specs = [site.lhs_spec, site.rhs_spec]
     use = GatherUse(Consumer(partial_einsum(dot, site), side), specs[1 - side], site.out_spec)
-    params = {
+    return {
         "uses": (use,),
         "gathered_spec": specs[side],
         "dim": dim,
         "schedule": decision.schedule,
         "mesh": None,
-        "hand_out": False,
     }
-    new = _jax.primitive_eqn(
-        dot, all_gather_einsum_p, [block, dot.invars[1 - side]], dot.outvars, params
-    )
-    check_type(dot, new)
-    return [*eqns, new]
 
 
 # An einsum whose result is reduced, as it was, what happens to it, and the collective.

@@ -27,7 +27,7 @@ from collections import Counter
 from typing import Any
 
 from collmm import _jax
-from collmm.primitives import all_gather_einsum_p, einsum_reduce_scatter_p
+from collmm.primitives import einsum_reduce_scatter_p
 
 # Equations that may be computed earlier than they stand: they cost next to nothing to keep.
 _MOVABLE = frozenset(
@@ -73,7 +73,8 @@ def share_rings(jaxpr: Any) -> Any:
 def has_rings(jaxpr: Any) -> bool:
     """Whether a jaxpr holds one of our rings, in a sub-jaxpr perhaps."""
     return any(
-        eqn.primitive in (all_gather_einsum_p, einsum_reduce_scatter_p)
+        _gathers(eqn)
+        or eqn.primitive is einsum_reduce_scatter_p
         or any(has_rings(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
     )
@@ -99,7 +100,7 @@ def _gathers_by_source(eqns: list[Any]) -> list[list[int]]:
     names = canonical_names(eqns)
     groups: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
-        if eqn.primitive is all_gather_einsum_p and not eqn.params["hand_out"]:
+        if _gathers(eqn) and not eqn.params.get("hand_out"):
             groups.setdefault(_gather_key(eqn, names), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -110,8 +111,19 @@ def _flat(entries: list[Any]) -> list[Any]:
 
 def _gather_key(eqn: Any, names: dict[Any, Any]) -> Any:
     p = eqn.params
-    source = names.get(eqn.invars[0], eqn.invars[0])
-    return source, p["gathered_spec"], p["dim"], p["schedule"], p["mesh"]
+    source = tuple(names.get(v, v) for v in eqn.invars[: _sent(eqn)])
+    return source, p.get("prologue"), p["gathered_spec"], p["dim"], p["schedule"], p["mesh"]
+
+
+def _gathers(eqn: Any) -> bool:
+    """Whether ``eqn`` is a ring that gathers; a narrow one is, where the user scaled by hand."""
+    return eqn.primitive.name in ("all_gather_einsum", "narrow_gather_einsum")
+
+
+def _sent(eqn: Any) -> int:
+    """The number of operands of a ring before the local ones."""
+    prologue = eqn.params.get("prologue")
+    return 1 if prologue is None else len(prologue.leaves)
 
 
 def _join_first(eqns: list[Any], made: dict[Any, int], group: list[int]) -> list[int]:
@@ -119,7 +131,7 @@ def _join_first(eqns: list[Any], made: dict[Any, int], group: list[int]) -> list
     first, rest = group[0], []
     members, moved = [first], []
     for other in group[1:]:
-        needed = _needed(eqns, made, eqns[other].invars[1:], first, set(members))
+        needed = _needed(eqns, made, eqns[other].invars[_sent(eqns[other]) :], first, set(members))
         if needed is None:
             rest.append(other)
         else:
@@ -196,7 +208,8 @@ def _needed(
 def _joined_gather(eqns: list[Any]) -> Any:
     first = eqns[0]
     params = dict(first.params, uses=tuple(u for e in eqns for u in e.params["uses"]))
-    invars = [first.invars[0], *(v for e in eqns for v in e.invars[1:])]
+    count = _sent(first)
+    invars = [*first.invars[:count], *(v for e in eqns for v in e.invars[count:])]
     outvars = [v for e in eqns for v in e.outvars]
     return first.replace(invars=invars, outvars=outvars, params=params)
 

@@ -47,8 +47,9 @@ class Collective:
       bytes: bytes per device of the whole (gathered, or not yet scattered) value.
       split_dim: of an all-to-all, the dimension that is whole before it and sharded after it; it
         joins the shards of ``dim``. -1 for every other kind.
-      narrow_bytes: the same as ``bytes`` of what a ring would send in its place, where the value is
-        made of a narrower one; 0 where it is not.
+      narrow_bytes: the same as ``bytes`` of what a ring would send in its place, where that is
+        another value, such as a narrower one that this one is made of; 0 where it is not.
+      early: elementwise work stands between the gather and the einsum.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Collective:
     bytes: int
     split_dim: int = -1
     narrow_bytes: int = 0
+    early: bool = False
 
     @property
     def ring_bytes(self) -> int:

@@ -35,7 +35,7 @@ LAYERS = (
     ("_jax",),
     ("targets", "targets.*"),
     ("topology", "devices"),
-    ("loops", "loops.*", "manual", "dependence", "prologue", "uneven"),
+    ("loops", "loops.*", "blocks", "manual", "dependence", "prologue", "sunk", "uneven"),
     ("capture", "primitives"),
     ("partition", "gate", "surroundings"),
     (
