@@ -31,6 +31,10 @@ from jax._src.lib import _jax as _xla
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.mlir import ir
 
+# Whether the compilers take a sharding constraint of what no turn changes out of a loop, as those
+# of jax 0.12 do and those of jax 0.10 do not.
+COMPILER_HOISTS_CONSTRAINTS = jax.__version_info__ >= (0, 12)
+
 Jaxpr: Any = _core.Jaxpr
 # jax 0.12 has one class for jaxprs with and without constants.
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
@@ -144,6 +148,16 @@ def primitive_eqn(
     return like.replace(
         primitive=primitive, invars=list(invars), outvars=list(outvars), params=params
     )
+
+
+def readers_of(jaxpr: Any) -> dict[Any, list[Any]]:
+    """Return the equations that read each value; None reads what the jaxpr returns."""
+    readers: dict[Any, list[Any]] = {}
+    for reader, atoms in (*((e, e.invars) for e in jaxpr.eqns), (None, jaxpr.outvars)):
+        for v in atoms:
+            if not isinstance(v, Literal):
+                readers.setdefault(v, []).append(reader)
+    return readers
 
 
 def drop_dead(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -24,9 +24,10 @@ from typing import Any
 from collmm import _jax
 from collmm.dependence import Dependence, dependences
 from collmm.errors import Reason
-from collmm.manual import Body, Match, readers_of
+from collmm.invariance import gathered_once
+from collmm.manual import Body, Match
 from collmm.prologue import narrow_share
-from collmm.sites import Location
+from collmm.sites import Location, Spec
 from collmm.sunk import gathers_early
 
 SITE_KEY = "collmm_site"
@@ -71,6 +72,7 @@ class CapturedDot:
       narrow: per operand and dimension, how much of its bytes a ring would send: less than 1.0
         where it is made of a narrower value by casts and scales.
       early: per operand, whether it is made by elementwise work of what the user gathers.
+      once: per operand, how it is constrained before the loop that the einsum stands in, or None.
       dependence: which einsums it waits for and which wait for it.
       follows: the einsum whose result an operand is an elementwise function of; -1: none.
     """
@@ -88,6 +90,7 @@ class CapturedDot:
     sources: tuple[int, int] = (-1, -1)
     narrow: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     early: tuple[bool, bool] = (False, False)
+    once: tuple[Spec | None, Spec | None] = (None, None)
     dependence: Dependence | None = None
     follows: int = -1
 
@@ -109,6 +112,8 @@ def capture(closed: Any) -> Captured:
     _number_sources(jaxpr, walker.dots, itertools.count())
     for number, found in dependences(jaxpr, site_of).items():
         walker.dots[number] = dataclasses.replace(walker.dots[number], dependence=found)
+    for number, once in gathered_once(jaxpr, site_of).items():
+        walker.dots[number] = dataclasses.replace(walker.dots[number], once=once)
     return Captured(closed.replace(jaxpr=jaxpr), tuple(walker.dots))
 
 
@@ -158,7 +163,7 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
         return known[root]
 
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    readers = readers_of(jaxpr)
+    readers = _jax.readers_of(jaxpr)
     makers: dict[Any, int] = {}  # the einsum that a value is an elementwise function of
     for eqn in jaxpr.eqns:
         number = site_of(eqn)

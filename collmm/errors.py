@@ -91,6 +91,10 @@ class Reason(enum.Enum):
         "already-hidden",
         "the compiler hides the collective, or others over its links, behind einsums as it is",
     )
+    GATHERED_ONCE = (
+        "gathered-once",
+        "the value is the same in every turn of a loop; the compiler gathers it once, before it",
+    )
     POLICY_NEVER = ("policy-never", "the policy is 'never'")
     OVERRIDE = ("override", "an override in Options says 'never'")
     PLAN_FILE = ("plan-file", "the plan file leaves it as it is")

@@ -165,7 +165,7 @@ def _words(
     pays = winner.estimate.pays(min_gain)
     if d.rewritten:
         first = _made(d, winner)
-    elif d.reason in (Reason.NOT_WORTH, Reason.ALREADY_HIDDEN):
+    elif d.judged:
         first = f"declined: {_why_not(winner, min_gain)}"
     else:
         assert d.reason is not None
@@ -208,6 +208,8 @@ def _worth(e: Estimate) -> str:
 def _why_not(c: Candidate, min_gain: float) -> str:
     """The largest thing that stands against the best candidate."""
     e, kind = c.estimate, c.collective.kind
+    if c.once:
+        return f"the compiler runs the {kind} once, before the loop, and {_worth(e)}"
     if e.hidden_s > 0.5 * e.collective_s:
         return (
             f"{_s(e.hidden_s)} of the {_s(e.collective_s)} {kind} run behind earlier einsums as it "

@@ -29,6 +29,7 @@ from collmm.sites import (
     EinsumSite,
     Spec,
     shard_shape,
+    trimmed,
 )
 
 _MISFIT = "the shards before and after the collective do not nest"
@@ -53,6 +54,7 @@ def make_site(dot: CapturedDot, sharding: DotSharding | None) -> EinsumSite:
         lhs_spec=sharding.lhs,
         rhs_spec=sharding.rhs,
         out_spec=sharding.out,
+        once=(dot.once[0] == trimmed(sharding.lhs), dot.once[1] == trimmed(sharding.rhs)),
         axis_sizes=sharding.axis_sizes,
     )
     problem = _inconsistent(site, sharding)

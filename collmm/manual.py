@@ -93,7 +93,7 @@ class Body:
     def __init__(self, jaxpr: Any, axis_sizes: Mapping[str, int]) -> None:
         self.axis_sizes = axis_sizes
         self.producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self.readers = readers_of(jaxpr)
+        self.readers = _jax.readers_of(jaxpr)
         self._prologues: dict[Any, tuple[Prologue, Any] | None] = {}
 
     def matches(self, dot: Any) -> list[Match]:
@@ -284,16 +284,6 @@ class Body:
     def _only_reader(self, var: Any) -> Any:
         readers = self.readers.get(var, ())
         return readers[0] if len(readers) == 1 else None
-
-
-def readers_of(jaxpr: Any) -> dict[Any, list[Any]]:
-    """Return the equations that read each value; None reads what the jaxpr returns."""
-    readers: dict[Any, list[Any]] = {}
-    for reader, atoms in (*((e, e.invars) for e in jaxpr.eqns), (None, jaxpr.outvars)):
-        for v in atoms:
-            if not isinstance(v, _jax.Literal):
-                readers.setdefault(v, []).append(reader)
-    return readers
 
 
 def _no_ring(kind: str, operand: int | None, eqn: Any, reason: Reason, detail: str = "") -> Match:

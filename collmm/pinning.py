@@ -32,6 +32,7 @@ Price = Callable[[EinsumSite, Collective, Schedule], Estimate]
 _CHOICES = (
     Reason.NOT_WORTH,
     Reason.ALREADY_HIDDEN,
+    Reason.GATHERED_ONCE,
     Reason.POLICY_NEVER,
     Reason.OVERRIDE,
     Reason.PLAN_FILE,

@@ -61,7 +61,7 @@ class Decision:
     @property
     def judged(self) -> bool:
         """Whether the site is left alone because the cost model says so."""
-        return self.reason in (Reason.NOT_WORTH, Reason.ALREADY_HIDDEN)
+        return self.reason in (Reason.NOT_WORTH, Reason.ALREADY_HIDDEN, Reason.GATHERED_ONCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +275,8 @@ def _why_not(best: Candidate, min_gain: float) -> tuple[Reason, str]:
         report.seconds, (e.before_s, e.after_s, e.einsum_s, e.collective_s, e.hidden_s)
     )
     alone = dataclasses.replace(e, hidden_s=0.0, displaced_s=0.0)
+    if best.once and alone.pays(min_gain):
+        return Reason.GATHERED_ONCE, f"before the loop; in it {kind} would take {moved} a turn"
     if e.hidden_s and alone.pays(min_gain):
         return Reason.ALREADY_HIDDEN, f"{hidden} of {moved} of {kind} run behind earlier einsums"
     if e.displaced_s and alone.pays(min_gain):

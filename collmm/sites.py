@@ -100,6 +100,8 @@ class EinsumSite:
       together: the numbers of the einsums whose results are added before the one collective on
         them, its own too; empty when alone.
       one_ring: those einsums can share a ring: nothing but additions stands between them.
+      once: for lhs and rhs, whether the compiler gathers it once, before the loop that the einsum
+        stands in.
       precision: of the user's ``dot_general``: ``"default"``, or ``"highest"``.
       body: number of the computation it stands in: the program, or one loop body or branch.
       ready: for lhs and rhs, the number of the last einsum of the same body that it depends on; -1
@@ -128,6 +130,7 @@ class EinsumSite:
     follows: int = -1
     together: tuple[int, ...] = ()
     one_ring: bool = False
+    once: tuple[bool, bool] = (False, False)
     precision: str = "default"
     body: int = 0
     ready: tuple[int, int] | None = None

@@ -59,7 +59,7 @@ def gathers_early(var: Any, producers: Mapping[Any, Any], readers: Readers) -> b
       readers: the equations that read each variable; None for what the jaxpr returns.
     """
     found = False
-    for eqn in _behind(var, producers):
+    for eqn in elementwise_behind(var, producers):
         if _jax.is_resharding(eqn):
             found = True
         (out,) = eqn.outvars
@@ -80,7 +80,7 @@ def sink(
     """
     made: dict[Any, Any] = {}
     eqns = []
-    for eqn in reversed(list(_behind(var, producers))):
+    for eqn in reversed(list(elementwise_behind(var, producers))):
         (out,) = eqn.outvars
         if _jax.is_resharding(eqn):
             made[out] = before(out)
@@ -97,7 +97,7 @@ def sink(
     return eqns, made.get(var, var)
 
 
-def _behind(var: Any, producers: Mapping[Any, Any]) -> Iterator[Any]:
+def elementwise_behind(var: Any, producers: Mapping[Any, Any]) -> Iterator[Any]:
     """Yield the elementwise equations that make ``var``, and the reshardings they start from.
 
     What reads a value comes before what makes it.

@@ -35,7 +35,17 @@ LAYERS = (
     ("_jax",),
     ("targets", "targets.*"),
     ("topology", "devices"),
-    ("loops", "loops.*", "blocks", "manual", "dependence", "prologue", "sunk", "uneven"),
+    (
+        "loops",
+        "loops.*",
+        "blocks",
+        "manual",
+        "dependence",
+        "invariance",
+        "prologue",
+        "sunk",
+        "uneven",
+    ),
     ("capture", "primitives"),
     ("partition", "gate", "surroundings"),
     (

@@ -1,7 +1,9 @@
 """Drawn einsums under drawn shardings equal the unsharded einsum exactly; none goes unexplained.
 
 Whole numbers, small enough for their type to hold every partial sum: equality needs no tolerance.
-The draws are the same on every run. ``--long`` makes 2,700 of them in place of 324.
+In half of the draws sizes are such that shards may be uneven: then the program itself constrains
+its operands, since no argument of a jit can be sharded so. The draws are the same on every run.
+``--long`` makes 2,700 of them in place of 324.
 """
 
 import math
@@ -51,6 +53,7 @@ class Draw:
     dtype: str
     seed: int
     gradients: bool
+    uneven: bool
 
     def shapes(self):
         operands, out = self.equation.split("->")
@@ -67,9 +70,10 @@ def draws(draw, axes):
     operands = [batch + left + summed, batch + right + summed, batch + left + right]
     labels = [draw(st.permutations(group)) for group in operands]
     specs = [draw(shardings(group, axes)) for group in labels]
+    uneven = draw(st.booleans())
     sizes = {}
     for letter in sorted({c for group in labels for c in group}):
-        # A multiple of what any of the three shards it over.
+        # A multiple of what any of the three shards it over, or what need not be one.
         parts = [
             math.prod(axes[a] for a in spec[group.index(letter)])
             for group, spec in zip(labels, specs, strict=True)
@@ -77,6 +81,8 @@ def draws(draw, axes):
         ]
         whole = math.lcm(*parts)
         sizes[letter] = whole * draw(st.integers(1, 2)) if whole * 2 <= 16 else whole
+        if uneven and draw(st.booleans()):
+            sizes[letter] = draw(st.integers(1, min(2 * whole, 16)))
     while math.prod(sizes[c] for c in summed) > LARGEST:
         # Only the largest sums of the narrowest type need it; a size of 1 shards over nothing.
         largest = max(summed, key=sizes.get)
@@ -93,6 +99,7 @@ def draws(draw, axes):
         dtype,
         draw(st.integers(0, 999)),
         dtype in ("float32", "complex64") and draw(st.booleans()),
+        uneven,
     )
 
 
@@ -122,9 +129,14 @@ def build(d, mesh):
     shapes = d.shapes()
     shards = [NamedSharding(mesh, P(*(axes or None for axes in spec))) for spec in d.specs]
     host = [numbers(shape) for shape in (shapes if d.gradients else shapes[:2])]
-    args = [jax.device_put(x.astype(dtype), s) for x, s in zip(host, shards, strict=False)]
+    whole = NamedSharding(mesh, P())
+    given = [whole] * 3 if d.uneven else shards
+    args = [jax.device_put(x.astype(dtype), s) for x, s in zip(host, given, strict=False)]
 
     def einsum(x, y):
+        if d.uneven:
+            x = jax.lax.with_sharding_constraint(x, shards[0])
+            y = jax.lax.with_sharding_constraint(y, shards[1])
         out = jnp.einsum(d.equation, x, y, preferred_element_type=preferred)
         return jax.lax.with_sharding_constraint(out, shards[2])
 
@@ -158,8 +170,23 @@ def check(d, mesh, counts):
         # Some reasons have the name of a collective.
         if decision.rewritten:
             counts[f"looped {decision.collective.kind}"] += 1
+            counts["looped, uneven"] += is_uneven(decision)
         else:
             counts[f"left: {decision.reason.code}"] += 1
+
+
+def is_uneven(decision):
+    """Whether a dimension of a looped einsum does not divide, by its shards or by the ring."""
+    site, c = decision.site, decision.collective
+    axes = dict(site.axis_sizes)
+    specs = [list(spec) for spec in (site.lhs_spec, site.rhs_spec, site.out_spec)]
+    where = specs[2 if c.operand is None else c.operand]
+    where[c.dim] = (*where[c.dim], *c.axes)
+    return any(
+        size % math.prod(axes[a] for a in names)
+        for shape, spec in zip(site.shapes, specs, strict=True)
+        for size, names in zip(shape, spec, strict=True)
+    )
 
 
 def prove(name, examples):
@@ -188,6 +215,7 @@ def assert_rings_were_drawn(counts):
     """A generator that has stopped making rings proves nothing."""
     for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL):
         assert counts[f"looped {kind}"], counts
+    assert counts["looped, uneven"], counts
     assert not counts["left: analysis-failed"], counts
 
 

@@ -83,7 +83,7 @@ def check(mesh, case, extra):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_values_and_gradients_on_any_ring(n, case):
     found, wanted = check(mesh_of((n,), ("m",)), case, 2 * n - 1)
     assert found == wanted

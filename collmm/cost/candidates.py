@@ -57,6 +57,12 @@ class Candidate:
     members: tuple[Shared, ...] = ()
     behind: Behind = ALONE
 
+    @property
+    def once(self) -> bool:
+        """Whether the compiler gathers once, before the loop that the einsums stand in."""
+        c = self.members[0].collective if self.members else self.collective
+        return c.operand is not None and bool(self.members) and self.members[0].site.once[c.operand]
+
 
 def candidates(
     site: EinsumSite,

@@ -50,7 +50,8 @@ def hidden_seconds(
       collective_s: seconds of every collective that could be looped.
 
     A list schedule of the links, linear in the number of sites: each gather starts once its value
-    is there and its links are free, and is wanted when its einsum starts.
+    is there and its links are free, and is wanted when its einsum starts. What is gathered once,
+    before a loop, costs the turns of the loop nothing.
     """
     clocks = _clocks(sites, einsum_s)
     links: dict[object, _Link] = defaultdict(_Link)
@@ -60,6 +61,9 @@ def hidden_seconds(
         for c in site.collectives:
             seconds = collective_s.get((site.index, c))
             if seconds is None or c.kind != ALL_GATHER or site.ready is None or c.operand is None:
+                continue
+            if site.once[c.operand]:
+                hidden[site.index, c] = seconds  # before the loop, and not in every turn
                 continue
             value = site.body, site.sources[c.operand], c.dim, c.axes
             if site.sources[c.operand] >= 0 and value in seen:
