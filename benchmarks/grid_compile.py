@@ -129,6 +129,18 @@ def timed(
     return read(compiled.as_text() or "", target, mesh)
 
 
+def product_seconds(target: str, rows: int, depth: int, columns: int) -> float:
+    """What ``[rows, depth] @ [depth, columns]`` in bf16 takes on one device of ``target``."""
+    parsed, mesh = parse_target(target), _mesh(target, (("model", 1),))
+    whole = NamedSharding(mesh, P())
+    args = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        for shape in ((rows, depth), (depth, columns))
+    )
+    compiled = parsed.compile(jax.jit(lambda x, w: x @ w).lower(*args))
+    return read(compiled.as_text() or "", parsed, mesh)["step"]
+
+
 def read(text: str, target: Target, mesh: Mesh) -> dict[str, Any]:
     """The totals of the timeline of a compiled program."""
     found = predict(

@@ -7,7 +7,8 @@ the mesh axis ``model``; the sizes are those of the whole arrays. Three kinds::
     weights   x["model", None] @ w["model", None]   rhs is gathered, its rows are summed over
     scatter   x[None, "model"] @ w["model", None]   the sum is scattered by rows
 
-On a mesh with an axis ``data`` the rows of x and of the result are sharded over that as well.
+On a mesh with an axis ``data`` the rows of x and of the result are sharded over that as well. Half
+of the sizes are powers of two, half are not.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ MESHES: dict[str, tuple[dict[str, int], ...]] = {
     "gpu:h100:2x8": ({"model": 16}, {"data": 2, "model": 8}),
     "gpu:h100:4x8": ({"model": 32},),
     "gpu:h100:8x8": ({"model": 64},),
+    "tpu:v4:2x2x3": ({"model": 12},),
+    "tpu:v4:2x4x4": ({"model": 32},),
+    "tpu:v5p:2x2x3": ({"model": 12},),
+    "tpu:v5p:4x4x8": ({"data": 4, "model": 32},),
+    "tpu:v6e:4x8": ({"model": 32},),
+    "gpu:h100:6": ({"model": 6},),
+    "gpu:h100:3x8": ({"model": 24},),
 }
 
 # From latency- to compute-bound. Gather and scatter: rows of the whole array, width, and columns or
@@ -59,6 +67,18 @@ ACTIVATIONS = (
     (2048, 2048, 8192),
 )
 WEIGHTS = ((256, 1024, 2048), (1024, 2048, 1024), (2048, 1024, 2048), (4096, 1024, 4096))
+# The same with sizes that are no powers of two, a few of them no multiple of a tile either.
+ODD_ACTIVATIONS = (
+    (768, 1280, 640),
+    (2816, 1536, 3072),
+    (1280, 5120, 1536),
+    (2304, 1000, 1500),
+    (3328, 3584, 1792),
+    (1792, 7168, 896),
+    (5120, 2560, 5120),
+    (6144, 3072, 2304),
+)
+ODD_WEIGHTS = ((640, 1536, 1280), (1536, 5120, 1792), (3000, 2816, 1000), (6144, 2304, 3072))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +110,32 @@ def sites() -> Iterator[GridSite]:
     for target, meshes in MESHES.items():
         for mesh in meshes:
             turn += 1
-            axes, ring = tuple(mesh.items()), mesh["model"]
-            copies = mesh.get("data", 1)
-            for index, (rows, width, own) in enumerate(ACTIVATIONS):
-                # Every other size for each mesh, the other half for the next one.
-                if (index + turn) % 2 == 0:
-                    yield GridSite(target, axes, "gather", rows * copies, width, own * ring)
-                if (index + turn // 2) % 2 == 0:
-                    yield GridSite(target, axes, "scatter", rows * copies, own * ring, width)
-            for index, (own, width, columns) in enumerate(WEIGHTS):
-                if (index + turn) % 2 == 0:
-                    rows = own * ring * copies
-                    yield GridSite(target, axes, "weights", rows, width, columns)
+            yield from _of_mesh(target, mesh, turn, ACTIVATIONS, WEIGHTS)
+            yield from _of_mesh(target, mesh, turn, ODD_ACTIVATIONS, ODD_WEIGHTS)
+
+
+def _of_mesh(
+    target: str,
+    mesh: dict[str, int],
+    turn: int,
+    activations: tuple[tuple[int, int, int], ...],
+    weights: tuple[tuple[int, int, int], ...],
+) -> Iterator[GridSite]:
+    """Every other size for each mesh, the other half for the next one."""
+    axes, ring = tuple(mesh.items()), mesh["model"]
+    copies = mesh.get("data", 1)
+    for index, (rows, width, own) in enumerate(activations):
+        # Every member has a block of the rows, in up to four parts.
+        rows = copies * _multiple(rows, 4 * ring)
+        if (index + turn) % 2 == 0:
+            yield GridSite(target, axes, "gather", rows, width, own * ring)
+        if (index + turn // 2) % 2 == 0:
+            yield GridSite(target, axes, "scatter", rows, own * ring, width)
+    for index, (own, width, columns) in enumerate(weights):
+        if (index + turn) % 2 == 0:
+            rows, width = own * ring * copies, _multiple(width, ring)
+            yield GridSite(target, axes, "weights", rows, width, columns)
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of

@@ -80,7 +80,7 @@ def break_evens(
 
 def excess(e: Estimate, min_gain: float) -> float:
     """Seconds by which a loop takes too long to be worth it; negative where it is worth it."""
-    return e.after_s - (1 - min_gain) * e.before_s
+    return e.after_s + e.doubt_s - (1 - min_gain) * e.before_s
 
 
 # --- one quantity each ---
@@ -138,12 +138,12 @@ def _of_links(candidates: Sequence[Candidate], chip: Chip, min_gain: float) -> B
 
 
 def _of_hidden(candidate: Candidate, min_gain: float) -> BreakEven | None:
-    """``after = (1 - min_gain) * (whole - hidden)``, solved for what is hidden."""
+    """``after + doubt = (1 - min_gain) * (whole - hidden)``, solved for what is hidden."""
     e = candidate.estimate
     if not e.hidden_s:
         return None
     whole = e.before_s + e.hidden_s
-    most = whole - e.after_s / (1 - min_gain)
+    most = whole - (e.after_s + e.doubt_s) / (1 - min_gain)
     return BreakEven("hidden", "", e.hidden_s, most, False) if most > 0 else None
 
 

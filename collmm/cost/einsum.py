@@ -2,7 +2,8 @@
 
 An einsum is a batch of matrix products ``[rows, depth] @ [depth, columns]``. Its time is the
 longest of: the floating-point operations of the tiles it fills, over the matrix peak; the bytes it
-reads and writes, over the bandwidth of the memory they are in; and its result, element by element.
+reads and writes, over the bandwidth of the memory; and its result, element by element; and the
+loading of an operand that is on the chip.
 How much of each rate a shape reaches is fitted per chip (``Chip.shape``, ``Chip.table``).
 
 >>> from collmm.cost.hardware import chip
@@ -18,13 +19,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from collmm.cost.figures import Basis, Chip
 from collmm.sites import EinsumSite
 
+Place = Literal["memory", "chip", "sum", "arrived"]
 _NONE: Mapping[int, int] = {}
 _ROUNDED = 4
 """The corners of the roofline: close to one, a second leg adds to the longest."""
+_GPU_ALIGN = 8
+"""XLA's GPU compiler pads what is no multiple of this for cuBLAS, with copies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,7 @@ def time_of(
     *,
     moved: float | None = None,
     onchip: float = 0.0,
-    kept: bool = False,
+    result: Place = "memory",
 ) -> EinsumTime:
     """The time of ``product`` on one device of ``chip``.
 
@@ -141,8 +146,9 @@ def time_of(
       basis: of the rates.
       moved: bytes that it reads from and writes to the device memory; without, both operands and
         the result once.
-      onchip: bytes that it reads from and writes to the memory on the chip.
-      kept: whether the result stays on the chip.
+      onchip: bytes of an operand that it finds in the memory on the chip.
+      result: where the result goes: the device memory, the chip, a float32 sum that every step
+        adds to, or a sum that has just arrived.
     """
     rate = chip.peak(product.dtype, product.precision)
     note = ""
@@ -158,15 +164,31 @@ def time_of(
     if shape is not None:
         compute_s /= shape.matrix_share.value
         memory_s /= shape.memory_share.value
-        result_s = product.results * (shape.kept if kept else shape.result).value
-        legs = (compute_s, memory_s, result_s, onchip / shape.onchip.value)
-        seconds = shape.start.value + _rounded(legs)
+        each = {"memory": shape.result, "sum": shape.summed}.get(result, shape.kept)
+        result_s = product.results * each.value
+        loaded_s = onchip / shape.onchip.value
+        if result == "arrived":
+            legs = compute_s, memory_s, result_s, loaded_s
+            seconds = shape.arrived_start.value + _rounded(legs)
+        else:  # the matrix unit waits while an operand that is used again is loaded into it
+            seconds = shape.start.value + loaded_s + _rounded((compute_s, memory_s, result_s))
     elif chip.table is not None:
         compute_s /= chip.table.share(product.rows, product.depth, product.columns)
-        seconds = max(compute_s, memory_s)
+        copied_s = 2 * sum(copied(product)) / chip.hbm_bytes_per_s(basis)
+        seconds = max(compute_s, memory_s) + copied_s
     else:
         seconds = max(compute_s, memory_s)
     return EinsumTime(seconds, compute_s, memory_s, moved, padding, note)
+
+
+def copied(product: Product) -> tuple[int, int, int]:
+    """Bytes of lhs, rhs and result that a GPU's compiler copies to pad them, or to cut them back."""
+    rows, depth, columns = (s % _GPU_ALIGN > 0 for s in (product.rows, product.depth, product.columns))
+    return (
+        product.lhs_bytes * (rows or depth),
+        product.rhs_bytes * (depth or columns),
+        product.out_bytes * (rows or columns),
+    )
 
 
 def _rounded(legs: Sequence[float]) -> float:

@@ -1,8 +1,9 @@
 """What an einsum's shape costs on each chip, fitted to the compilers' own estimates.
 
-TPU: a few figures per chip (``EinsumShape``), fitted to the ``estimated_cycles`` of libtpu 0.0.50
-for single einsums and for the partial einsums of rings. GPU: the share of the matrix peak (that
-which ``h100`` achieves) that XLA's ``exec_time_us`` gives cuBLAS, jax 0.12.
+TPU: a few figures per chip (``EinsumShape``), fitted to the timelines of single sites that libtpu
+0.0.50 compiled, whole and as loops. GPU: the share of the matrix peak (that which ``h100``
+achieves) that XLA's ``exec_time_us`` gives cuBLAS, jax 0.12. Both are what
+``benchmarks/cost_grid.py fit`` prints; a test compares.
 """
 
 from __future__ import annotations
@@ -12,39 +13,55 @@ from collmm.cost.figures import EinsumShape, EinsumTable, Figure
 _MIB = 2**20
 
 
-def _shape(
-    chip: str, share, result_ps, kept_ps, start_us, memory, onchip_tb, fits_mib, passes
-) -> EinsumShape:
-    source = f"fitted: estimated_cycles of libtpu 0.0.50 for {chip}"
+_FITTED = {
+    "v4": (0.935, 6.5, 3.17, 5.16, 1.67, 2.13, 0.561, 4.56, 0.919, 0.665),
+    "v5e": (0.959, 8.29, 4.45, 4.16, 1.23, 1.07, 0.929, 4.12, 0.91, 0.828),
+    "v5p": (0.974, 4.38, 1.9, 3.27, 3.62, 2.7, 0.597, 13, 1.37, 0.665),
+    "v6e": (1.01, 4.16, 0.958, 0.772, 1.37, 1.82, 0.683, 7.82, 1.05, 0.913),
+}
+"""Share of the matrix peak; picoseconds per element of a result, of one that stays on the chip and
+of a sum there; microseconds to start, and where a sum has
+arrived; share of the memory bandwidth; TB/s on the chip; and of an
+elementwise kernel microseconds to start and share of the bandwidth."""
+
+# MiB of a result that stays on the chip; whether permutes are started late.
+_SEEN = {"v4": (64, 1), "v5e": (64, 0), "v5p": (8, 1), "v6e": (64, 1)}
+
+
+def _shape(name: str) -> EinsumShape:
+    share, result_ps, kept_ps, summed_ps, start_us, arrived_us, *rates = _FITTED[name]
+    memory, onchip_tb, pass_us, passes = rates
+    results_mib, late = _SEEN[name]
+    source = f"fitted: timelines of libtpu 0.0.50 for {name} (benchmarks/cost_grid.py fit)"
+    seen = f"seen: schedules of libtpu 0.0.50 for {name}"
     return EinsumShape(
         matrix_share=Figure(share, "1", source),
         result=Figure(result_ps * 1e-12, "s", source),
         kept=Figure(kept_ps * 1e-12, "s", source),
+        summed=Figure(summed_ps * 1e-12, "s", source),
         start=Figure(start_us * 1e-6, "s", source),
+        arrived_start=Figure(arrived_us * 1e-6, "s", source),
         memory_share=Figure(memory, "1", source),
         onchip=Figure(onchip_tb * 1e12, "bytes/s", source),
-        onchip_fits=Figure(fits_mib * _MIB, "bytes", source),
-        pass_start=Figure(1.2e-6, "s", source),
+        onchip_fits=Figure(64 * _MIB, "bytes", seen),
+        result_fits=Figure(results_mib * _MIB, "bytes", seen),
+        pass_start=Figure(pass_us * 1e-6, "s", source),
         pass_share=Figure(passes, "1", source),
+        late=Figure(late, "1", seen),
     )
 
 
-SHAPES = {
-    "v4": _shape("v4", 0.84, 7.1, 3.0, 1.6, 0.64, 4.1, 64, 0.6),
-    "v5e": _shape("v5e", 0.95, 9.0, 3.0, 2.5, 0.65, 6.0, 64, 0.7),
-    "v5p": _shape("v5p", 0.955, 3.4, 1.5, 2.6, 0.76, 6.0, 64, 0.4),
-    "v6e": _shape("v6e", 0.85, 4.2, 1.0, 2.2, 0.70, 10.0, 64, 0.6),
-}
+SHAPES = {name: _shape(name) for name in _FITTED}
 
 _HOPPER = EinsumTable(
     short=(256, 512, 1024, 2048, 4096),
     depth=(256, 1024, 4096),
     long=(256, 1024, 4096),
     shares=(
-        ((0.00845, 0.0297, 0.105), (0.0238, 0.091, 0.293), (0.114, 0.229, 0.514)),
-        ((0.0155, 0.0575, 0.178), (0.052, 0.183, 0.48), (0.117, 0.379, 0.832)),
-        ((0.0297, 0.102, 0.278), (0.091, 0.318, 0.624), (0.229, 0.594, 0.946)),
-        ((0.057, 0.182, 0.382), (0.179, 0.487, 0.755), (0.42, 0.835, 0.946)),
+        ((0.00845, 0.0297, 0.105), (0.0238, 0.0911, 0.293), (0.114, 0.229, 0.514)),
+        ((0.0155, 0.0573, 0.178), (0.052, 0.183, 0.477), (0.117, 0.386, 0.832)),
+        ((0.0297, 0.102, 0.278), (0.0911, 0.318, 0.624), (0.229, 0.594, 0.946)),
+        ((0.0561, 0.182, 0.385), (0.179, 0.485, 0.755), (0.396, 0.836, 0.951)),
         ((0.105, 0.278, 0.501), (0.293, 0.624, 0.862), (0.514, 0.946, 0.981)),
     ),
     source="XLA's exec_time_us of cuBLAS on h100, jax 0.12",

@@ -26,10 +26,10 @@ PERMUTE, GATHER, SCATTER = "permute", "all-gather", "reduce-scatter"
 MEMORY, EINSUM, COMPILED = "memory", "einsum", "compiled einsum"
 # The rate of a chip that is the matrix peak for an element type.
 _PEAKS = {"bfloat16": "bf16", "float32": "f32"}
-_Residuals = Callable[[Mapping[str, float]], tuple[np.ndarray, np.ndarray]]
+Residuals = Callable[[Mapping[str, float]], tuple[np.ndarray, np.ndarray]]
 _FACTORS = (1.0, 0.6, 0.3)
 _ROUNDS = 100
-_OUTLIER = 0.2
+OUTLIER = 0.2
 _NUDGE = 1e-3
 
 
@@ -97,7 +97,7 @@ def fit(samples: Sequence[Sample], base: Chip, ring: Ring | None, source: str, n
     start = _parameters(used, base, ring)
     values: dict[str, float] = {}
     if start:
-        values = _solved(start, lambda v: _residuals(used, _row(base, v, source, name), ring))
+        values = solved(start, lambda v: _residuals(used, _row(base, v, source, name), ring))
     chip = _row(base, values, source, name)
     curves = dict.fromkeys(s.curve for s in samples)
     errors = tuple(_error(c, used, held_out, chip, with_figures(ring, chip)) for c in curves)
@@ -214,18 +214,20 @@ def _residuals(
     return np.array(off), np.array([1 / sizes[s.curve] for s in used])
 
 
-def _solved(start: Mapping[str, float], residuals: _Residuals) -> dict[str, float]:
+def solved(
+    start: Mapping[str, float], residuals: Residuals, factors: Sequence[float] = _FACTORS
+) -> dict[str, float]:
     """The best of a few starts: the formulas have corners, at which one alone may stay."""
-    starts = [{name: value * factor for name, value in start.items()} for factor in _FACTORS]
+    starts = [{name: value * factor for name, value in start.items()} for factor in factors]
     return min((_solved_from(s, residuals) for s in starts), key=lambda found: found[1])[0]
 
 
 def _solved_from(
-    start: Mapping[str, float], residuals: _Residuals
+    start: Mapping[str, float], residuals: Residuals
 ) -> tuple[dict[str, float], float]:
     """Least squares of the residuals by Levenberg-Marquardt, in the logarithms of the figures.
 
-    A sample that is off by more than ``_OUTLIER`` counts by its distance, not by the square of it
+    A sample that is off by more than ``OUTLIER`` counts by its distance, not by the square of it
     (Huber): a run that something else disturbed does not move the figures far.
     """
     names = list(start)
@@ -236,7 +238,7 @@ def _solved_from(
         off, weights = residuals(values)
         far = np.abs(off)
         # The square root of Huber's loss: least squares of it is the minimum of the loss.
-        loss = np.where(far <= _OUTLIER, off**2, 2 * _OUTLIER * far - _OUTLIER**2)
+        loss = np.where(far <= OUTLIER, off**2, 2 * OUTLIER * far - OUTLIER**2)
         scaled = np.sign(off) * np.sqrt(weights * loss)
         return scaled, float(np.sum(scaled**2))
 
