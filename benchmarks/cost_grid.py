@@ -69,7 +69,9 @@ def compile_products(path: pathlib.Path) -> None:
     results, table = _read(path), chip(TABLE).table
     assert table is not None
     shapes = itertools.product(table.short, table.depth, table.long)
-    both = dict.fromkeys(s for short, k, long in shapes for s in ((short, k, long), (long, k, short)))
+    both = dict.fromkeys(
+        s for short, k, long in shapes for s in ((short, k, long), (long, k, short))
+    )
     results["products"] = {
         TABLE: [[*shape, grid_compile.product_seconds(name, *shape)] for shape in both]
     }

@@ -145,8 +145,7 @@ def shares(results: Mapping[str, Any], name: str) -> list[list[list[float]]]:
         return float(f"{mean:.{_DIGITS}g}")
 
     return [
-        [[share(a, k, b) for b in row.table.long] for k in row.table.depth]
-        for a in row.table.short
+        [[share(a, k, b) for b in row.table.long] for k in row.table.depth] for a in row.table.short
     ]
 
 

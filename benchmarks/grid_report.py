@@ -173,7 +173,9 @@ def text(found: list[Row], crossed: bool = False) -> str:
 
     ``crossed``: each half was predicted by a model that is fitted to the other.
     """
-    lines = [f"{'':10s}  sites  programs  median error  p90 error  within 3 % of best  slower by > 2 %"]
+    lines = [
+        f"{'':10s}  sites  programs  median error  p90 error  within 3 % of best  slower by > 2 %"
+    ]
     chips = sorted({row.site.target.split(":")[1] for row in found})
     groups = {name: [r for r in found if r.site.target.split(":")[1] == name] for name in chips}
     if crossed:

@@ -77,7 +77,9 @@ def test_a_model_that_favours_loops_would_be_seen(found):
     wrong = [
         dataclasses.replace(
             r,
-            predicted={v: s * (1 if v == grid_report.WHOLE else 0.5) for v, s in r.predicted.items()},
+            predicted={
+                v: s * (1 if v == grid_report.WHOLE else 0.5) for v, s in r.predicted.items()
+            },
         )
         for r in found
     ]

@@ -182,8 +182,10 @@ def time_of(
 
 
 def copied(product: Product) -> tuple[int, int, int]:
-    """Bytes of lhs, rhs and result that a GPU's compiler copies to pad them, or to cut them back."""
-    rows, depth, columns = (s % _GPU_ALIGN > 0 for s in (product.rows, product.depth, product.columns))
+    """Bytes of lhs, rhs and result that a GPU's compiler copies to pad them or to cut them back."""
+    rows, depth, columns = (
+        s % _GPU_ALIGN > 0 for s in (product.rows, product.depth, product.columns)
+    )
     return (
         product.lhs_bytes * (rows or depth),
         product.rhs_bytes * (depth or columns),

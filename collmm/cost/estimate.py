@@ -26,12 +26,13 @@ from collmm.cost import collectives
 from collmm.cost.collectives import Ring
 from collmm.cost.einsum import product_of, time_of
 from collmm.cost.figures import Chip
-from collmm.cost.steps import Shared, fetch_s, loop_of
+from collmm.cost.kernels import fetch_s
+from collmm.cost.steps import Shared, loop_of
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
 
 _GRID_SHARD = 2**19
-# Of the time of a loop's einsums on a TPU: what their estimates are uncertain by, as the fit has it.
+# Of the time of a loop's einsums on a TPU: what their estimates are uncertain by, by the fit.
 _DOUBT = 0.02
 
 
@@ -169,7 +170,9 @@ def estimate(
         exposed_s=sum(p.count * p.exposed for p in loop.phases),
         rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
         displaced_s=min(displaced_s, sum(p.count * p.transfer for p in loop.phases)),
-        doubt_s=0.0 if chip.shape is None else _DOUBT * sum(p.count * p.compute for p in loop.phases),
+        doubt_s=0.0
+        if chip.shape is None
+        else _DOUBT * sum(p.count * p.compute for p in loop.phases),
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,
         permutes=loop.permutes,

@@ -92,14 +92,16 @@ class WrapRule:
 class EinsumShape:
     """What an einsum takes beyond its roofline, by its shape; fitted to a compiler's own estimates.
 
-    A kernel takes ``start`` (``arrived_start`` where it adds to a sum that arrived) and the longest of three, rounded at the corners (``cost.einsum``): its
-    products at ``matrix_share`` of the peak, its result at ``result`` seconds per element (``kept``
-    where it stays on the chip, ``summed`` where it is added to a float32 sum there), its traffic
-    with the device memory at ``memory_share`` of the bandwidth; and an operand that is on the chip
-    is loaded at ``onchip`` bytes/s before. Operands of up to ``onchip_fits`` bytes stay on the chip from
-    one step of a loop to the next, results of up to ``result_fits``. An elementwise kernel takes ``pass_start`` and its traffic at
-    ``pass_share`` of the bandwidth. ``late`` is 1 where the compiler starts a permute only after
-    the einsum of the shard it sends, and lets one chain of a reduce-scatter run ahead; else 0.
+    A kernel takes ``start`` (``arrived_start`` where it adds to a sum that arrived) and the longest
+    of three, rounded at the corners (``cost.einsum``): its products at ``matrix_share`` of the
+    peak, its result at ``result`` seconds per element (``kept`` where it stays on the chip,
+    ``summed`` where it is added to a float32 sum there), its traffic with the device memory at
+    ``memory_share`` of the bandwidth; and an operand that is on the chip is loaded at ``onchip``
+    bytes/s before. Operands of up to ``onchip_fits`` bytes stay on the chip from one step of a loop
+    to the next, results of up to ``result_fits``. An elementwise kernel takes ``pass_start`` and
+    its traffic at ``pass_share`` of the bandwidth. ``late`` is 1 where the compiler starts a
+    permute only after the einsum of the shard it sends, and lets one chain of a reduce-scatter run
+    ahead; else 0.
     """
 
     matrix_share: Figure

@@ -1,0 +1,208 @@
+"""What the kernels of one step take: partial einsums, and copies, slices and updates beside them.
+
+gather   : shard @ local operand, written to its place in the result or added to a sum
+scatter  : a block of the cut operand @ the whole one, added to the sum that has arrived
+
+On a TPU what fits stays on the chip from step to step, as seen in the schedules of libtpu: operands
+are fetched before the first step, and the result of an unrolled gather is copied out before the
+last. On a GPU slices, updates and padding are kernels of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from collmm.cost.einsum import Place, Product, copied, product_of, time_of
+from collmm.cost.figures import Chip
+from collmm.schedule import Schedule
+from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
+
+# A larger result of a rolled loop leaves no room on the chip for a smaller operand; as seen.
+_CARRIED = 14 * 2**20
+# How much more room than other results a sum takes on the chip; as seen.
+_SUM_ROOM = 1.3
+_SUMMED_WIDE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An einsum of a ring: its site, and its collective that the ring replaces."""
+
+    site: EinsumSite
+    collective: Collective
+
+    def partial(self, parts: int) -> Product:
+        """One step's einsum: the label of the collective cut into ``parts``."""
+        c, einsum = self.collective, self.site.einsum
+        sent = c.kind == ALL_TO_ALL and c.operand is None
+        dim = c.split_dim if sent else c.dim
+        labels = einsum.out if c.operand is None else (einsum.lhs, einsum.rhs)[c.operand]
+        return product_of(self.site, {labels[dim]: parts})
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gathered label is summed over, so that every step adds to one result."""
+        c, einsum = self.collective, self.site.einsum
+        labels = einsum.out if c.operand is None else (einsum.lhs, einsum.rhs)[c.operand]
+        return labels[c.dim] in einsum.contracting
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of a sum across shards."""
+        size = self.site.itemsizes[2]
+        return max(4, size) if self.site.dtypes[2] in _SUMMED_WIDE else size
+
+
+# --- gather ---
+
+
+def gather_einsum(
+    m: Shared, n: int, chip: Chip, unroll: bool, step: Literal["first", "middle", "last"] = "middle"
+) -> float:
+    """One step's einsum: the first one does not find its shard on the chip, of an unrolled loop the
+    last one leaves its result in the memory."""
+    part = m.partial(n)
+    gathered, local = part.lhs_bytes, part.rhs_bytes
+    if m.collective.operand == 1:
+        gathered, local = local, gathered
+    if m.accumulates:
+        # The sum so far is read and written by the kernel that adds to it.
+        part = dataclasses.replace(part, itemsizes=(*part.itemsizes[:2], m.wide))
+        sums = 2.0 * part.out_bytes
+        if _result_stays(_SUM_ROOM * part.out_bytes, chip):
+            sums = 0.0
+        elif chip.shape is not None:  # a large one is on the chip every other step
+            sums /= 2
+        onchip = local if step != "first" and _stays(local, chip) else 0
+        moved = gathered + local - onchip + sums
+        return time_of(part, chip, moved=moved, onchip=onchip, result="sum").seconds
+    whole_out = part.out_bytes * n
+    kept = unroll and step != "last" and _result_stays(whole_out, chip)
+    pushed_out = not unroll and local <= _CARRIED < whole_out
+    onchip = local if step != "first" and _stays(local, chip) and not pushed_out else 0
+    moved = gathered + local - onchip + (0 if kept else part.out_bytes)
+    place: Place = "chip" if kept else "memory"
+    return time_of(part, chip, moved=moved, onchip=onchip, result=place).seconds
+
+
+def leave_s(m: Shared, chip: Chip) -> float:
+    """Seconds in which the result of a gather's loop is copied from the chip to the memory."""
+    out = product_of(m.site).out_bytes
+    if m.accumulates or not _result_stays(out, chip):
+        return 0.0
+    return out / chip.hbm_bytes_per_s()
+
+
+def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, shard: float) -> float:
+    """Kernels beside the einsums: of a rolled loop the copies of the shards that it carries.
+
+    On a GPU also the updates of the result, which a TPU's compiler fuses into the einsum.
+    """
+    n = schedule.ring_size
+    chains = 2 if schedule.two_way and n > 2 else 1
+    turns = 0 if schedule.unroll else (n - 1) // chains - 1
+    passes_s = turns * (chains * pass_s(2 * shard, chip) + _turn_s(chip))
+    tile = chip.matrix_tile or 1
+    if chip.kind == "gpu":
+        passes_s += sum(_gpu_gather_pass_s(m, n, chip) for m in members)
+    elif chip.shape is not None:
+        for m in members:
+            out = product_of(m.site)
+            if m.accumulates:  # the sums are rounded and leave the chip
+                passes_s += pass_s(out.out_bytes, chip)
+            elif out.columns % tile:  # no einsum writes to a part of a tile
+                passes_s += 2 * out.out_bytes / chip.hbm_bytes_per_s()
+    return passes_s
+
+
+def _gpu_gather_pass_s(m: Shared, n: int, chip: Chip) -> float:
+    """The updates of the result; or of a sum the slices of the local operand, and its rounding."""
+    part = m.partial(n)
+    if not m.accumulates:
+        return n * pass_s(2 * part.out_bytes, chip)
+    sliced, padded = part.lhs_bytes, copied(part)[0]
+    if m.collective.operand == 0:
+        sliced, padded = part.rhs_bytes, copied(part)[1]
+    # A slice that is padded as well is copied once.
+    rounded = part.results * (m.wide + part.itemsizes[2]) if m.wide != part.itemsizes[2] else 0
+    return n * pass_s(2 * (sliced - padded), chip) + pass_s(rounded, chip)
+
+
+def local_bytes(m: Shared, n: int) -> int:
+    """Bytes of the operand that is not gathered, all of it."""
+    part = m.partial(n)
+    local = part.lhs_bytes if m.collective.operand == 1 else part.rhs_bytes
+    return n * local if m.accumulates else local
+
+
+# --- reduce-scatter ---
+
+
+def scatter_einsum(m: Shared, n: int, count: int, chip: Chip, first: bool = False) -> float:
+    """One accumulator's einsum; the first one finds one operand on the chip, later ones both."""
+    part = m.partial(n * count)
+    part = dataclasses.replace(part, itemsizes=(*part.itemsizes[:2], m.wide))
+    cut, whole = _cut_and_whole(m, part)
+    sums = 2 if count > 1 else 1  # the arrived sum is read by the kernel that adds to it
+    kept = _result_stays(part.out_bytes, chip)
+    onchip = whole if not first and _stays(whole, chip) else 0
+    moved = cut + whole - onchip + (0 if kept else sums * part.out_bytes)
+    place: Place = "memory" if not kept else "chip" if first or count == 1 else "arrived"
+    return time_of(part, chip, moved=moved, onchip=onchip, result=place).seconds
+
+
+def _cut_and_whole(m: Shared, part: Product) -> tuple[int, int]:
+    """Bytes of the operand that has the scattered label, and of the other."""
+    in_rhs = m.site.einsum.out[m.collective.dim] in m.site.einsum.rhs
+    return (part.rhs_bytes, part.lhs_bytes) if in_rhs else (part.lhs_bytes, part.rhs_bytes)
+
+
+def gpu_slices_s(m: Shared, n: int, chip: Chip) -> float:
+    """The slices of the operand that has the scattered label, where padding does not copy them."""
+    part = m.partial(n)
+    in_rhs = m.site.einsum.out[m.collective.dim] in m.site.einsum.rhs
+    sliced, _ = _cut_and_whole(m, part)
+    return n * pass_s(2 * (sliced - copied(part)[in_rhs]), chip)
+
+
+# --- what they share ---
+
+
+def _stays(size: float, chip: Chip) -> bool:
+    """Whether what every step reads stays in the memory on the chip."""
+    return chip.shape is not None and size <= chip.shape.onchip_fits.value
+
+
+def _result_stays(size: float, chip: Chip) -> bool:
+    return chip.shape is not None and size <= chip.shape.result_fits.value
+
+
+def fetch_s(site: EinsumSite, chip: Chip) -> float:
+    """Seconds in which the larger operand is fetched onto the chip, where no gather hides that."""
+    product = product_of(site)
+    return fetched_s(max(product.lhs_bytes, product.rhs_bytes), chip)
+
+
+def fetched_s(size: float, chip: Chip) -> float:
+    """Seconds in which an operand of that many bytes is fetched; 0 where it does not fit."""
+    return size / chip.hbm_bytes_per_s() if _stays(size, chip) else 0.0
+
+
+def late(chip: Chip) -> float:
+    """Whether the chip's compiler starts permutes late: 1 or 0."""
+    return 0.0 if chip.shape is None else chip.shape.late.value
+
+
+def pass_s(size: float, chip: Chip) -> float:
+    """Seconds of an elementwise kernel that moves ``size`` bytes."""
+    shape = chip.shape
+    if shape is None:
+        return size / chip.hbm_bytes_per_s()
+    return shape.pass_start.value + size / chip.hbm_bytes_per_s() / shape.pass_share.value
+
+
+def _turn_s(chip: Chip) -> float:
+    """Seconds in which a turn of a rolled loop finds out which shard it has."""
+    return 0.0 if chip.shape is None else chip.shape.pass_start.value
