@@ -29,7 +29,8 @@ class Options:
       strict: raise when the analysis fails, instead of warning and running the original.
       profile: a JSON profile of measured figures, as ``collmm calibrate`` writes it; its rows
         are added to the hardware table or override it. With one row and no ``chip``, that row.
-      min_gain: the part of the predicted time of einsum and collective that a loop must save.
+      min_gain: the part of the predicted time of einsum and collective that a loop must save, even
+        if its einsums take as much longer as the cost model is in doubt about them.
       memory_budget: bytes per device that one loop may hold besides what the einsum and its
         collective do: a whole number, or a text such as ``"2GiB"``; None is no limit.
       max_permutes: the collective-permutes that all loops of the program may have together, in
