@@ -254,3 +254,33 @@ def test_a_call_between_reshapes_of_an_outer_jit_is_planned_with_what_can_be_tol
     args = jax.device_put(args, NamedSharding(mesh, P()))
     got = np.asarray(jax.jit(outer(inner))(*args))
     assert_equal_trees(got, np.asarray(without_sharding(outer(inner.original), args)))
+
+
+# --- parts of which no mesh is made ---
+
+# Twelve devices as 4 x 3 for one operand and as 6 x 2 for the other: the first part of the one
+# ends in the middle of a part of the other.
+OVERLAPPING = {
+    "free": ("abk,cdk->abcd", "m:(1)4, m:(1)6, m:(4)3, m:(6)2"),
+    "batch": ("abk,bdk->adb", "m:(1)4, m:(3)2, m:(4)3, m:(6)2"),
+    "contracting": ("abk,bdk->ad", "m:(1)4, m:(3)2, m:(4)3, m:(6)2"),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_a_program_with_parts_that_overlap_runs_as_it_was(case):
+    equation, parts = OVERLAPPING[case]
+    mesh = mesh_of((12,), ("m",))
+
+    @jax.jit
+    def fn(x, y):
+        return jnp.einsum(equation, x.reshape(4, 6, 8), y.reshape(6, 2, 8))
+
+    rows = NamedSharding(mesh, P("m", None))
+    x, y = (jax.device_put(ints(i, n, 8), rows) for i, n in enumerate((24, 12)))
+    o = always(fn)
+    (decision,) = o.plan(x, y).decisions
+    assert (decision.reason, decision.detail) == (Reason.SUB_AXIS, f"parts that overlap: {parts}")
+    assert_equal_trees(o(x, y), fn(x, y))
+    assert_equal_trees(o(x, y), fn(np.asarray(x), np.asarray(y)))
+    assert o.lower(x, y).as_text() == fn.lower(x, y).as_text()
