@@ -62,8 +62,8 @@ class DotSharding:
       lhs, rhs: shardings of the operands as the dot takes them.
       out: sharding of the dot's result, before any reduction.
       gathered: axes gathered per dimension of lhs and of rhs, just before the dot.
-      early: of a gather that elementwise work separates from the dot, the bytes of an element of
-        what is gathered; 0 where it stands just before the dot.
+      early: of gathers that elementwise work separates from the dot, the bytes of an element of
+        all that is gathered; 0 where the gather stands just before the dot.
       reduced: axes over which the result is summed.
       scattered: axes by which the sum is then sliced, per dimension of the result.
       shared: the sum is used in another way as well.
@@ -260,12 +260,12 @@ def _read_dot(op: Any, meshes: dict[str, tuple[tuple[str, int], ...]]) -> DotSha
             source = _producer(producer.operands[0])
             misfit |= source is not None and source.name == "sdy.all_gather"
         moved: Spec = ((),) * len(specs[-1])
-        sunk = _early_gather(operand)
-        early.append(0 if sunk is None else _bytes_of(sunk.results[0]))
+        sunk = _early_gathers(operand)
+        early.append(sum(_bytes_of(op.results[0]) for op in sunk))
         if producer is not None and producer.name == "sdy.all_gather":
             moved = reader.moved(producer)
-        elif sunk is not None:
-            moved = reader.moved(sunk)
+        elif sunk:
+            moved = reader.moved(sunk[0])
         elif producer is not None and producer.name == "sdy.all_to_all":
             _note_exchange(producer, i, exchanged, others)
         elif producer is not None and producer.name == "sdy.collective_permute":
@@ -353,10 +353,10 @@ def _read_result(
     return reduced, nothing, any(s.name == "sdy.all_slice" for s in slices)
 
 
-def _early_gather(value: Any) -> Any:
-    """Return the one gather that only elementwise work separates from ``value``, or None.
+def _early_gathers(value: Any) -> list[Any]:
+    """Return the gathers that only elementwise work separates from ``value``, one per operand.
 
-    None as well where the gather makes ``value`` itself.
+    None where one makes ``value`` itself, or where they do not all gather in one way.
     """
     shape = ir.RankedTensorType(value.type).shape
     found: dict[Any, Any] = {}
@@ -367,11 +367,12 @@ def _early_gather(value: Any) -> Any:
         if op is None or ir.RankedTensorType(value.type).shape != shape:
             continue
         if op.name == "sdy.all_gather":
-            found[value] = op
+            found[op.operands[0]] = op
         elif op.name in STABLEHLO:
             left -= 1
             todo += list(op.operands)
-    return next(iter(found.values())) if len(found) == 1 and left < MOST_EQUATIONS else None
+    ways = {str(op.attributes[_MOVED_AXES[op.name]]) for op in found.values()}
+    return list(found.values()) if len(ways) == 1 and left < MOST_EQUATIONS else []
 
 
 def _bytes_of(value: Any) -> int:

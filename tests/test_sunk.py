@@ -92,6 +92,18 @@ def test_the_same_width_is_gathered_on_a_ring_and_worked_on_as_a_shard():
     assert "f32[4,8]" in o.lower(*args).compile().as_text()
 
 
+def test_several_gathered_values_make_one_that_travels():
+    @jax.jit
+    def fn(gate, up, w):
+        return wsc((wsc(gate, None, None) * wsc(up, None, None)) @ w, None, "m")
+
+    args = *(put(ints(k, 16, 8), "m", None) for k in (0, 1)), put(ints(2, 8, 12), None, "m")
+    o = compare(fn, *args, found=[["float32"]], permutes=3)
+    (decision,) = o.plan(*args).decisions
+    # The compiler gathers both; a ring sends their product.
+    assert decision.collective.bytes == 2 * decision.collective.ring_bytes == 2 * 16 * 8 * 4
+
+
 def test_several_einsums_share_the_ring():
     @jax.jit
     def fn(x8, wq, wk):
