@@ -122,7 +122,10 @@ class Reason(enum.Enum):
     SHARED_RESULT = ("shared-result", "the summed result is also needed whole by something else")
     UNREDUCED = ("unreduced", "the program itself leaves an operand or the result unreduced")
     UNSUPPORTED_DTYPE = ("unsupported-dtype", "no loop exists for these element types")
-    UNKNOWN_MESH = ("unknown-mesh", "the mesh of the sharding could not be identified")
+    UNKNOWN_MESH = (
+        "unknown-mesh",
+        "the mesh of the sharding could not be identified, or a value lies on one device",
+    )
     OPAQUE = ("opaque", "the einsum is in a kernel or another body that is not entered")
     UNREACHED = ("unreached", "the einsum did not reach the compiler: dead, or rewritten by jax")
     ANALYSIS_FAILED = ("analysis-failed", "the analysis met something it does not understand")

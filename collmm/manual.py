@@ -38,6 +38,7 @@ from collmm.blocks import (
 from collmm.errors import Reason
 from collmm.prologue import Prologue, gathered_prologue
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from collmm.sunk import only_for_einsums
 
 _SUMS = ("psum", "psum_invariant")
 _GATHERS = ("all_gather", "all_gather_invariant")
@@ -165,12 +166,8 @@ class Body:
         prologue = gathered_prologue(var, self.producers, dim, gathers)
         if prologue is None:
             return None
-        inside = {id(eqn) for eqn in prologue.eqns}
-        for eqn in prologue.eqns:
-            for reader in self.readers.get(eqn.outvars[0], ()):
-                dot = reader is not None and reader.primitive.name == "dot_general"
-                if not dot and id(reader) not in inside:
-                    return None  # the plain gather would stay
+        if not all(only_for_einsums(e.outvars[0], self.readers) for e in prologue.eqns):
+            return None  # the plain gather would stay
         return prologue, first
 
     def _after(self, dot: Any) -> Match | None:

@@ -192,6 +192,9 @@ def _read_module(module: Any, wanted: set[int]) -> dict[int, DotSharding]:
     for number, op in dots:
         try:
             found[number] = _read_dot(op, meshes)
+        except _OneDevice:
+            detail = "an operand lies on one device, as a callback leaves it"
+            found[number] = DotSharding(refusal=Reason.UNKNOWN_MESH, detail=detail)
         except AnalysisError as e:
             found[number] = DotSharding(refusal=Reason.ANALYSIS_FAILED, detail=str(e))
     return found
@@ -412,6 +415,10 @@ def _note_exchange(
         others.append((operand, "all-to-all"))
 
 
+class _OneDevice(AnalysisError):
+    """A value is sharded over no mesh: it lies on one device."""
+
+
 class _Reader:
     """Reads shardings of MLIR values; remembers the mesh they are on."""
 
@@ -436,6 +443,8 @@ class _Reader:
             axis_sizes = _read_mesh(attribute)
         else:
             axis_sizes = self._meshes.get(name[1].strip('"'), ())
+            if name[1].strip('"').startswith("maximal_mesh"):
+                raise _OneDevice(attribute)
         if axis_sizes and self.axis_sizes and axis_sizes != self.axis_sizes:
             raise AnalysisError(f"one einsum on two meshes: {self.axis_sizes} and {axis_sizes}")
         self.axis_sizes = self.axis_sizes or axis_sizes

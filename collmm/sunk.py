@@ -47,6 +47,11 @@ STABLEHLO = frozenset(
 # Longer chains are no dequantisation, and every device would do the work for the whole value.
 MOST_EQUATIONS = 8
 
+# What may stand between a gathered value and the einsums that it is for.
+_READERS = _ELEMENTWISE | {"broadcast_in_dim", "pvary", "sharding_constraint", "reshard"}
+# A value that more elementwise results are made of is no operand of einsums alone.
+_MOST_READERS = 32
+
 Readers = Mapping[Any, list[Any]]
 
 
@@ -58,16 +63,25 @@ def gathers_early(var: Any, producers: Mapping[Any, Any], readers: Readers) -> b
       producers: the equation that makes each variable of the same jaxpr.
       readers: the equations that read each variable; None for what the jaxpr returns.
     """
-    found = False
-    for eqn in elementwise_behind(var, producers):
-        if _jax.is_resharding(eqn):
-            found = True
-        (out,) = eqn.outvars
-        for reader in readers.get(out, ()):
+    behind = list(elementwise_behind(var, producers))
+    found = any(map(_jax.is_resharding, behind))
+    return found and all(only_for_einsums(eqn.outvars[0], readers) for eqn in behind)
+
+
+def only_for_einsums(var: Any, readers: Readers) -> bool:
+    """Whether a value is read by einsums alone, or by elementwise work for einsums alone."""
+    todo, seen = [var], {var}
+    while todo:
+        for reader in readers.get(todo.pop(), ()):
             name = None if reader is None else reader.primitive.name
-            if name not in _ELEMENTWISE and name != "dot_general":
+            if name == "dot_general":
+                continue
+            if name not in _READERS or len(seen) > _MOST_READERS:
                 return False
-    return found
+            new = [v for v in reader.outvars if v not in seen]
+            seen.update(new)
+            todo += new
+    return True
 
 
 def sink(
