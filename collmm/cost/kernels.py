@@ -80,7 +80,7 @@ def gather_einsum(
         return time_of(part, chip, moved=moved, onchip=onchip, result="sum").seconds
     whole_out = part.out_bytes * n
     kept = unroll and step != "last" and _result_stays(whole_out, chip)
-    pushed_out = not unroll and local <= _CARRIED < whole_out
+    pushed_out = not unroll and whole_out > max(_CARRIED, local)
     onchip = local if step != "first" and _stays(local, chip) and not pushed_out else 0
     moved = gathered + local - onchip + (0 if kept else part.out_bytes)
     place: Place = "chip" if kept else "memory"
