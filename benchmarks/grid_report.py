@@ -11,7 +11,6 @@ import dataclasses
 import statistics
 import zlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from grid_sites import GridSite
@@ -75,7 +74,7 @@ class Row:
     site: GridSite
     predicted: Mapping[str, float]
     timeline: Mapping[str, float]
-    doubt: Mapping[str, float] = MappingProxyType({})
+    doubt: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fitted: bool = False
 
     @property
