@@ -27,7 +27,7 @@ from typing import Any
 from collmm import _jax
 from collmm.primitives import all_gather_einsum_p, einsum_reduce_scatter_p, without_ring
 from collmm.rewrite_manual import type_change
-from collmm.share import canonical_names, has_rings
+from collmm.share import canonical_names, gathers, has_rings
 from collmm.sites import Spec, trimmed
 
 
@@ -61,7 +61,7 @@ def hand_out(jaxpr: Any, notes: Notes) -> Any:
         eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
     body = _Body(eqns, jaxpr.outvars, notes)
     for ring in eqns:
-        if ring.primitive is all_gather_einsum_p and not ring.params["hand_out"]:
+        if gathers(ring) and not ring.params["hand_out"]:
             body = body.served_by(ring) or body
     return jaxpr.replace(eqns=body.eqns, outvars=body.outvars)
 
@@ -214,6 +214,10 @@ class _Body:
         values = [v for v in dict.fromkeys(values) if v in self._made]
         makers: set[int] = set()
         for v in values:
+            prologue = ring.params.get("prologue")
+            if prologue is not None:
+                makers |= {self._made[e.outvars[0]] for e in prologue.eqns}
+                continue
             i = self._made.get(v)
             while i is not None:
                 makers.add(i)

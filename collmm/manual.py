@@ -166,7 +166,8 @@ class Body:
         prologue = gathered_prologue(var, self.producers, dim, gathers)
         if prologue is None:
             return None
-        if not all(only_for_einsums(e.outvars[0], self.readers) for e in prologue.eqns):
+        between = [e.outvars[0] for e in prologue.eqns if var not in e.outvars]
+        if not all(only_for_einsums(v, self.readers, but=var) for v in between):
             return None  # the plain gather would stay
         return prologue, first
 

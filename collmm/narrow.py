@@ -11,9 +11,10 @@ after::
     y = narrow_gather_einsum[dim=0 ...] x8 s w       # sends float8, casts and scales on arrival
 
 A scale per element of the gathered dimension travels with its shard; any other stays where it is.
-The casts and products are the user's own, on the same elements in the same order. Refuses (the
-ring stays as it is) when nothing narrower stands behind the operand, and when the ring hands out
-the gathered value, which is wide, and when an einsum sums over a dimension that is padded.
+The casts and products are the user's own, on the same elements in the same order. A ring that
+hands out the gathered value hands out the wide one, put together of what was made on arrival.
+Refuses (the ring stays as it is) when nothing narrower stands behind the operand, and when an
+einsum sums over a dimension that is padded.
 """
 
 from __future__ import annotations
@@ -60,8 +61,6 @@ def narrow_rings(jaxpr: Any) -> Any:
 def _narrowed(eqn: Any, producers: dict[Any, Any]) -> Any:
     """Return the ring ``eqn`` with what it sends made narrow; itself where nothing is narrower."""
     p = dict(eqn.params)
-    if p.pop("hand_out"):
-        return eqn
     prologue = prologue_of(eqn.invars[0], producers, p["dim"])
     if prologue is None:
         return eqn
@@ -92,10 +91,15 @@ def leaf_spec(leaf: Leaf, gathered_spec: Spec) -> Spec:
     return tuple(() if d is None else gathered_spec[d] for d in leaf.dims)
 
 
-def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
+def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh, hand_out):
     count = len(prologue.leaves)
+
+    def ring(*operands):
+        leaves, locals_ = operands[:count], operands[count:]
+        return _ring(leaves, locals_, prologue, uses, dim, schedule, hand_out)
+
     if mesh is None:
-        return _ring(operands[:count], operands[count:], prologue, uses, dim, schedule)
+        return ring(*operands)
     finishers = []
     for use in uses:
         consumer = use.consumer
@@ -107,14 +111,18 @@ def _impl(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
         finishers.append((use.out_spec, base, summed_axes(consumer.partial, axes)))
 
     def body(*operands):
-        outs = _ring(operands[:count], operands[count:], prologue, uses, dim, schedule)
-        return [finish(out, *args) for out, args in zip(outs, finishers, strict=True)]
+        outs = ring(*operands)
+        done = [finish(out, *args) for out, args in zip(outs, finishers, strict=False)]
+        return [*done, *outs[len(uses) :]]
 
     named = [
         (_leaf_dims(i, leaf), leaf_spec(leaf, gathered_spec))
         for i, leaf in enumerate(prologue.leaves)
     ]
     ins, outs = use_dims(uses)
+    if hand_out:
+        own = tuple(gathered_dim(d) for d in range(prologue.out.aval.ndim))
+        outs.append((own, without_ring(gathered_spec, dim, schedule)))
     return on_shards(body, mesh, operands, [*named, *ins], outs)
 
 
@@ -122,7 +130,7 @@ def _leaf_dims(i: int, leaf: Leaf) -> Dims:
     return tuple(("leaf", i, k) if d is None else gathered_dim(d) for k, d in enumerate(leaf.dims))
 
 
-def _ring(leaves, locals_, prologue, uses, dim, schedule):
+def _ring(leaves, locals_, prologue, uses, dim, schedule, hand_out):
     sent = [travels(leaf, dim) for leaf in prologue.leaves]
 
     def unpack(moved: Sequence[Any]) -> Any:
@@ -132,12 +140,11 @@ def _ring(leaves, locals_, prologue, uses, dim, schedule):
 
     moved = tuple(x for x, s in zip(leaves, sent, strict=True) if s)
     consumers = [use.consumer for use in uses]
-    return loops.all_gather_einsum(
-        moved, locals_, consumers, schedule, gathered_dim=dim, unpack=unpack
-    )
+    ring = {"gathered_dim": dim, "return_gathered": hand_out, "unpack": unpack}
+    return loops.all_gather_einsum(moved, locals_, consumers, schedule, **ring)
 
 
-def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
+def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh, hand_out):
     count = len(prologue.leaves)
     whole = prologue.out.aval.shape
     if mesh is None:
@@ -156,6 +163,12 @@ def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh):
             avals.append(_jax.manual_aval(moved, shape, partial.out_dtype, schedule.axes))
             continue
         avals.append(_jax.aval_like((first, local), shape, partial.out_dtype, use.out_spec))
+    dtype = prologue.out.aval.dtype
+    if hand_out and mesh is None:
+        avals.append(_jax.manual_aval(operands[:count], whole, dtype, schedule.axes))
+    elif hand_out:
+        spec = without_ring(gathered_spec, dim, schedule)
+        avals.append(_jax.aval_like((first,), whole, dtype, spec))
     return avals
 
 

@@ -191,8 +191,7 @@ class _Rewriter:
                 return [eqn]  # the ring stands where the user's collective was
             if match.kind == ALL_TO_ALL:
                 return manual_exchange(eqn, decision, match)
-            if match.prologue is None:
-                self.notes.operands[eqn.outvars[0]] = eqn.invars[match.operand]
+            self.notes.operands[eqn.outvars[0]] = eqn.invars[match.operand]
             return manual_gather(eqn, decision, match)
         new = {
             (key, index): self.walk(_jax.open_jaxpr(sub))

@@ -59,7 +59,6 @@ def manual_gather(dot: Any, decision: Decision, match: Match) -> list[Any]:
         (block,) = new.outvars
     params = _gather_params(dot, decision, match.operand, dim)
     invars = [block, dot.invars[1 - match.operand]]
-    params["hand_out"] = False
     new = _jax.primitive_eqn(dot, all_gather_einsum_p, invars, dot.outvars, params)
     check_type(dot, new)
     return [*eqns, new]
@@ -87,6 +86,7 @@ def _gather_params(dot: Any, decision: Decision, side: int, dim: int) -> dict[st
         "dim": dim,
         "schedule": decision.schedule,
         "mesh": None,
+        "hand_out": False,
     }
 
 

@@ -64,7 +64,7 @@ def share_rings(jaxpr: Any) -> Any:
             if has_rings(_jax.open_jaxpr(sub))
         }
         eqns.append(_jax.with_jaxprs(eqn, new) if new else eqn)
-    eqns = _join_gathers(eqns)
+    eqns = _joingathers(eqns)
     eqns = _join_sums(eqns, jaxpr.outvars, _GatheredSums(eqns))
     eqns = _join_sums(eqns, jaxpr.outvars, _ScatteredSums())
     return jaxpr.replace(eqns=eqns)
@@ -73,7 +73,7 @@ def share_rings(jaxpr: Any) -> Any:
 def has_rings(jaxpr: Any) -> bool:
     """Whether a jaxpr holds one of our rings, in a sub-jaxpr perhaps."""
     return any(
-        _gathers(eqn)
+        gathers(eqn)
         or eqn.primitive is einsum_reduce_scatter_p
         or any(has_rings(_jax.open_jaxpr(sub)) for _, _, sub in _jax.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
@@ -83,7 +83,7 @@ def has_rings(jaxpr: Any) -> bool:
 # --- one gathered value ---
 
 
-def _join_gathers(eqns: list[Any]) -> list[Any]:
+def _joingathers(eqns: list[Any]) -> list[Any]:
     eqns = list(eqns)
     # Once, not per group: what has joined is a list by then, and `_needed` refuses to pass it.
     made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
@@ -100,7 +100,7 @@ def _gathers_by_source(eqns: list[Any]) -> list[list[int]]:
     names = canonical_names(eqns)
     groups: dict[Any, list[int]] = {}
     for i, eqn in enumerate(eqns):
-        if _gathers(eqn) and not eqn.params.get("hand_out"):
+        if gathers(eqn) and not eqn.params.get("hand_out"):
             groups.setdefault(_gather_key(eqn, names), []).append(i)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -115,7 +115,7 @@ def _gather_key(eqn: Any, names: dict[Any, Any]) -> Any:
     return source, p.get("prologue"), p["gathered_spec"], p["dim"], p["schedule"], p["mesh"]
 
 
-def _gathers(eqn: Any) -> bool:
+def gathers(eqn: Any) -> bool:
     """Whether ``eqn`` is a ring that gathers; a narrow one is, where the user scaled by hand."""
     return eqn.primitive.name in ("all_gather_einsum", "narrow_gather_einsum")
 

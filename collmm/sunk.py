@@ -68,9 +68,12 @@ def gathers_early(var: Any, producers: Mapping[Any, Any], readers: Readers) -> b
     return found and all(only_for_einsums(eqn.outvars[0], readers) for eqn in behind)
 
 
-def only_for_einsums(var: Any, readers: Readers) -> bool:
-    """Whether a value is read by einsums alone, or by elementwise work for einsums alone."""
-    todo, seen = [var], {var}
+def only_for_einsums(var: Any, readers: Readers, but: Any = None) -> bool:
+    """Whether a value is read by einsums alone, or by elementwise work for einsums alone.
+
+    ``but``: a value that anything may read, since a ring hands it out.
+    """
+    todo, seen = [var], {var, but}
     while todo:
         for reader in readers.get(todo.pop(), ()):
             name = None if reader is None else reader.primitive.name

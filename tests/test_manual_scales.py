@@ -135,15 +135,12 @@ def test_what_runs_along_the_gathered_dimension_and_is_not_gathered_is_left(chec
 
 
 @BOTH
-@pytest.mark.parametrize("reader", ["the scale", "the result"])
-def test_a_gathered_value_that_something_else_reads_stays_gathered(reader, check_vma):
+def test_a_gathered_value_that_its_scale_is_made_of_stays_gathered(check_vma):
     def body(x8, w):
         g = gathered(x8).astype(jnp.float32)
-        s = g.max() if reader == "the scale" else 2.0
-        x = g * s
-        return x @ w, x[None]
+        return (g * g.max()) @ w
 
-    fn = mapped(body, (P("m"), P(None, "m")), (P(None, "m"), P("m")), check_vma)
+    fn = mapped(body, (P("m"), P(None, "m")), P(None, "m"), check_vma)
     args = ints(0, 16, 8).astype(E4M3), ints(2, 8, 12)
     o = always(fn)
     assert [d.reason for d in o.plan(*args).decisions] == [Reason.INSIDE_SHARD_MAP]
@@ -152,7 +149,22 @@ def test_a_gathered_value_that_something_else_reads_stays_gathered(reader, check
 
 
 @BOTH
-def test_gradients(check_vma):
+def test_the_wide_value_is_handed_out_to_what_else_reads_it(check_vma):
+    def body(x8, s, w, v):
+        x = gathered(x8).astype(jnp.float32) * s
+        return x @ w, x[None], (x * 2) @ v, x.sum()[None]
+
+    specs = (P("m"), P(), P(None, "m"), P(None, "m"))
+    fn = mapped(body, specs, (P(None, "m"), P("m"), P(None, "m"), P("m")), check_vma)
+    args = ints(0, 16, 8).astype(E4M3), scales(1), ints(2, 8, 12), ints(3, 8, 12)
+    o = compare(fn, *args, found=[["float8_e4m3fn"]], permutes=3)
+    (ring,) = [e for e in equations(o, *args) if e.primitive.name == "narrow_gather_einsum"]
+    assert ring.params["hand_out"]
+
+
+@BOTH
+@pytest.mark.parametrize("argnums", [(2,), (1, 2)])
+def test_gradients(argnums, check_vma):
     specs = (P("m"), P(), P(None, "m"))
 
     def body(x8, s, w):
@@ -161,14 +173,15 @@ def test_gradients(check_vma):
     block = jax.shard_map(
         body, mesh=MESH, in_specs=specs, out_specs=P(None, "m"), check_vma=check_vma
     )
-    step = jax.jit(jax.grad(lambda x8, s, w: (block(x8, s, w) * 2).sum(), argnums=(1, 2)))
+    step = jax.jit(jax.grad(lambda *a: (block(*a) ** 2).sum(), argnums=argnums))
     args = ints(0, 16, 8).astype(E4M3), scales(1), ints(2, 8, 12)
     o = always(step)
     assert_equal_trees(o(*args), step(*args))
-    # The forward pass saves the gathered value for the backward one: the gather stays as it is.
-    assert sent(o, *args) == []
+    # What the forward pass saves for the weight's gradient is the ring's by-product. For that of
+    # the scale it saves the gathered value before the scale, too: the gather stays as it is.
+    assert sent(o, *args) == ([["float8_e4m3fn"]] if argnums == (2,) else [])
     outer = always(jax.jit(block))
-    grad = jax.jit(jax.grad(lambda x8, s, w: (outer(x8, s, w) * 2).sum(), argnums=(1, 2)))
+    grad = jax.jit(jax.grad(lambda *a: (outer(*a) ** 2).sum(), argnums=argnums))
     assert_equal_trees(grad(*args), step(*args))
 
 

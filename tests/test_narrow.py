@@ -344,3 +344,21 @@ def test_a_narrow_ring_can_be_differentiated_and_batched_after_the_rewrite():
     batch = jnp.stack([args[2], args[2] + 1])
     mapped = jax.vmap(rewritten, in_axes=(None, None, 0))(*args[:2], batch)
     assert_equal_trees(mapped, jax.vmap(fn, in_axes=(None, None, 0))(*args[:2], batch))
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+@pytest.mark.parametrize("dtype", [E4M3, jnp.int8])
+def test_a_ring_that_hands_out_the_wide_value_sends_the_narrow_one(dtype, rows):
+    @jax.jit
+    def fn(x8, scale, w):
+        x = wsc(x8, "m", None).astype(jnp.float32) * scale
+        return wsc(x @ w, None, "m"), jnp.sort(wsc(x, None, None), axis=0)
+
+    args = put(ints(0, rows, 8).astype(dtype)), put(scales(1)), put(ints(2, 8, 12), None, "m")
+    o = always(fn)
+    assert_equal_trees(o(*args), fn(*args))
+    assert sent(o, *args) == [[np.dtype(dtype).name]]
+    (ring,) = [e for e in equations(o, *args) if e.primitive.name == "narrow_gather_einsum"]
+    assert ring.params["hand_out"]
+    counted = collectives(o, *args)
+    assert (counted["all-gather"], counted["collective-permute"]) == (0, 3)
