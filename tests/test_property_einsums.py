@@ -213,9 +213,9 @@ def prove(name, examples):
     return counts
 
 
-def assert_rings_were_drawn(counts):
-    """A generator that has stopped making rings proves nothing."""
-    for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL):
+def assert_rings_were_drawn(counts, *more):
+    """A generator that has stopped making rings proves nothing; the rarest take more draws."""
+    for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, *more):
         assert counts[f"looped {kind}"], counts
     assert counts["looped, uneven"], counts
     assert not counts["left: analysis-failed"], counts
@@ -234,4 +234,4 @@ def test_thousands_of_drawn_einsums_are_exact(name, record_property):
     counts = prove(name, LONG)
     record_property("einsums", dict(counts))
     print(f"{name}: {dict(counts)}")
-    assert_rings_were_drawn(counts)
+    assert_rings_were_drawn(counts, ALL_REDUCE)
