@@ -216,7 +216,7 @@ def _why_not(c: Candidate, min_gain: float) -> str:
             f"is, and {_worth(e)}"
         )
     if e.gain > min_gain:
-        return f"{_worth(e)}, but the times of its einsums are uncertain by {_s(e.doubt_s)}"
+        return f"{_worth(e)}, but may take longer by {_s(e.doubt_s)}"
     reach = e.collective_s - e.hidden_s - e.rest_s
     if reach < min_gain * e.before_s:
         return (

@@ -30,7 +30,7 @@ class Options:
       profile: a JSON profile of measured figures, as ``collmm calibrate`` writes it; its rows
         are added to the hardware table or override it. With one row and no ``chip``, that row.
       min_gain: the part of the predicted time of einsum and collective that a loop must save, even
-        if its einsums take as much longer as the cost model is in doubt about them.
+        if it takes as much longer as the cost model is in doubt.
       memory_budget: bytes per device that one loop may hold besides what the einsum and its
         collective do: a whole number, or a text such as ``"2GiB"``; None is no limit.
       max_permutes: the collective-permutes that all loops of the program may have together, in

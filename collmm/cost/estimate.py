@@ -57,7 +57,7 @@ class Estimate:
       rest_s: the part of the collective that stays one: the gather of an all-reduce.
       displaced_s: other collectives that run behind this einsum as it is, and would have to wait
         for the ring.
-      doubt_s: what the model cannot tell: by how much the loop's einsums may well take longer.
+      doubt_s: what the model cannot tell: by how much the loop may well take longer.
       memory_bytes: buffers of the loop on one device, less those it makes unnecessary; may be
         negative.
       link_bytes: bytes one device sends.
@@ -106,7 +106,7 @@ class Estimate:
 
     @property
     def sure_gain(self) -> float:
-        """``gain`` if the loop's einsums take ``doubt_s`` longer."""
+        """``gain`` if the loop takes ``doubt_s`` longer."""
         return self.gain - (self.doubt_s / self.before_s if self.before_s else 0.0)
 
     def pays(self, min_gain: float = 0.0) -> bool:
@@ -170,15 +170,17 @@ def estimate(
         exposed_s=sum(p.count * p.exposed for p in loop.phases),
         rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
         displaced_s=min(displaced_s, sum(p.count * p.transfer for p in loop.phases)),
-        doubt_s=0.0
-        if chip.shape is None
-        else _DOUBT * sum(p.count * p.compute for p in loop.phases),
+        doubt_s=loop.doubt_s + _doubt(chip) * sum(p.count * p.compute for p in loop.phases),
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,
         permutes=loop.permutes,
         einsums=len(members),
         note="; ".join(notes),
     )
+
+
+def _doubt(chip: Chip) -> float:
+    return 0.0 if chip.shape is None else _DOUBT
 
 
 def plain_s(collective: Collective, ring: Ring) -> float:

@@ -70,6 +70,7 @@ class Loop:
         no more than the model says.
       prologue_s, epilogue_s: of the phases' exposed seconds, those before the first and after the
         last einsum.
+      doubt_s: what a compiler that orders the steps otherwise may add.
       memory_bytes, link_bytes, permutes: as ``Estimate`` has them.
     """
 
@@ -80,6 +81,7 @@ class Loop:
     passes_s: float = 0.0
     prologue_s: float = 0.0
     epilogue_s: float = 0.0
+    doubt_s: float = 0.0
     memory_bytes: int = 0
     link_bytes: int = 0
     permutes: int = 0
@@ -154,7 +156,7 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
     first = e * (count - 1) + sum(scatter_einsum(m, n, count, chip, first=True) for m in members)
     if schedule.unroll:
         first += sum(fetch_s(m.site, chip) for m in members)
-    passes_s = 0.0
+    passes_s = doubt_s = 0.0
     permute_s = ring.launch_s + collectives.permute_step_s(ring, block / count)
     launches = ring.launch_s
     if count == 1:
@@ -182,9 +184,13 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
             ]
         else:
             phases.append(Phase(n - 1, e * count, turn, launches))
+            if schedule.unroll and late(chip):
+                # On a short ring the chains run so or so; which, is not known.
+                doubt_s = (n // 2) * (e + permute_s)
     return Loop(
         tuple(phases),
         steps=n * count,
+        doubt_s=doubt_s,
         einsum_s=e,
         permute_s=permute_s,
         passes_s=passes_s,
