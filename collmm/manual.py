@@ -179,7 +179,8 @@ class Body:
         if name in _SUMS:
             return self._summed_and_scattered(dot, eqn, between) or self._summed(dot, eqn, between)
         if name == "all_to_all":
-            return _exchange(eqn, None, between)
+            # A sum is exchanged once; its terms would be exchanged one by one.
+            return None if any(map(is_add, between)) else _exchange(eqn, None, between)
         return self._scattered(dot, eqn, between) if name == "reduce_scatter" else None
 
     def _followed(self, var: Any) -> tuple[list[Any], Any]:

@@ -143,6 +143,16 @@ def test_terms_that_do_not_vary_over_the_ring(check_vma):
 
 
 @BOTH
+def test_a_sum_that_is_exchanged_stays_as_it_is(check_vma):
+    def body(x, w, v):
+        y = jnp.einsum("ecd,edf->ecf", x, w) + jnp.einsum("ecd,edf->ecf", x, v)
+        return lax.all_to_all(y, "m", split_axis=1, concat_axis=0, tiled=True)
+
+    fn = mapped(body, (P("m"), P("m"), P("m")), P(None, "m"), check_vma)
+    left(fn, [ints(0, 4, 8, 8), ints(1, 4, 8, 6), ints(2, 4, 8, 6)], "", "")
+
+
+@BOTH
 def test_what_is_no_product_keeps_the_sum_as_it_is(check_vma):
     def body(x, w, y, v):
         return lax.psum(x @ w + jnp.sum(y) * 2 + x[:, :1], "m")
