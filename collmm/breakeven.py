@@ -20,6 +20,7 @@ from collmm.cost.candidates import Candidate
 from collmm.cost.collectives import Ring
 from collmm.cost.estimate import Estimate, Shared, assumed_ring, estimate
 from collmm.cost.figures import Chip
+from collmm.nesting import inner_collective
 from collmm.sites import Collective, EinsumSite
 
 _STEPS = 30
@@ -123,10 +124,7 @@ def _of_links(candidates: Sequence[Candidate], chip: Chip, min_gain: float) -> B
     rate = known.network if known.kind == "nodes" else known.link
 
     def at(slowness: float) -> float:
-        return min(
-            excess(_again(c, chip, ring=_slower(_ring(c, chip), slowness)), min_gain)
-            for c in candidates
-        )
+        return min(excess(_again(c, chip, slowness=slowness), min_gain) for c in candidates)
 
     pays = at(1.0) <= 0
     for start in _STARTS:
@@ -154,18 +152,28 @@ def _again(
     candidate: Candidate,
     chip: Chip,
     members: tuple[Shared, ...] | None = None,
-    ring: Ring | None = None,
+    slowness: float = 1.0,
 ) -> Estimate:
     first, *rest = members or candidate.members
+    ring, inside = candidate.ring, candidate.inside
+    if slowness != 1.0:
+        ring = _slower(_ring(candidate, chip), slowness)
+        rings = dict(inside.rings)
+        inner = candidate.schedule.inner
+        if inner is not None:
+            rings.setdefault(inner.axes, assumed_ring(chip, inner.ring_size))
+            rings[inner.axes] = _slower(rings[inner.axes], slowness)
+        inside = dataclasses.replace(inside, rings=tuple(rings.items()))
     return estimate(
         first.site,
         first.collective,
         candidate.schedule,
         chip,
-        ring or candidate.ring,
+        ring,
         sharing=rest,
         hidden_s=candidate.behind.hidden_s,
         displaced_s=candidate.behind.displaced_s,
+        inside=inside,
     )
 
 
@@ -241,6 +249,9 @@ def _unit(candidate: Candidate, label: int) -> int:
     labels = _operand_labels(candidate.members[0])
     if c.dim >= 0 and labels[c.dim] == label:
         unit *= candidate.schedule.ring_size
+    inner = inner_collective(site, c, candidate.schedule)
+    if inner is not None and _operand_labels(Shared(site, inner))[inner.dim] == label:
+        unit *= site.ring_size(inner)
     return unit
 
 

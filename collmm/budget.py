@@ -22,6 +22,7 @@ from collections.abc import Collection
 from collmm.constraints import form_for, read_overrides
 from collmm.cost.candidates import Candidate
 from collmm.errors import Reason
+from collmm.nesting import inner_collective
 from collmm.options import Options
 from collmm.plan import Decision, Plan
 from collmm.ring import gather_sends_written, scatter_sends_written
@@ -34,12 +35,21 @@ _Ring = tuple[Decision, ...]
 def permutes(site: EinsumSite, collective: Collective, schedule: Schedule) -> int:
     """The permutes that a loop has in the text of the program."""
     n = schedule.ring_size
+    inner = _inner_permutes(site, collective, schedule)
     if collective.kind == ALL_TO_ALL:
         return n - 1
     if collective.kind == ALL_GATHER:
-        return gather_sends_written(n, schedule.two_way, schedule.unroll)
+        return inner + gather_sends_written(n, schedule.two_way, schedule.unroll)
     block = _scattered_size(site, collective) // n
-    return scatter_sends_written(n, block, schedule.accumulators, schedule.unroll)
+    return inner + scatter_sends_written(n, block, schedule.accumulators, schedule.unroll)
+
+
+def _inner_permutes(site: EinsumSite, collective: Collective, schedule: Schedule | None) -> int:
+    """The permutes of the site's inner ring; every einsum of one outer ring has its own."""
+    inner = schedule.inner if schedule is not None else None
+    if inner is None or inner_collective(site, collective, schedule) is None:
+        return 0
+    return gather_sends_written(inner.ring_size, inner.two_way, inner.unroll)
 
 
 def within_permutes(plan: Plan, options: Options, done: Collection[int] = ()) -> Plan:
@@ -54,15 +64,15 @@ def within_permutes(plan: Plan, options: Options, done: Collection[int] = ()) ->
     free: list[_Ring] = []
     for ring in _rings(plan):
         if any(d.site.index in done or form_for(d.site, overrides) for d in ring):
-            left -= _cost(ring[0])
+            left -= _cost(ring)
         else:
             free.append(ring)
     changed: dict[int, Decision] = {}
     for ring in sorted(free, key=_saving, reverse=True):
-        fitting = _fitting(ring[0], left, options)
+        fitting = _fitting(ring, left, options)
         if fitting is not None:
-            left -= permutes(ring[0].site, fitting.collective, fitting.schedule)
-        changed.update((d.site.index, _decided(d, fitting, options)) for d in ring)
+            left -= _written(ring, fitting)
+        changed.update((d.site.index, _decided(d, ring, fitting, options)) for d in ring)
     decisions = tuple(changed.get(d.site.index, d) for d in plan.decisions)
     return dataclasses.replace(plan, decisions=decisions)
 
@@ -71,15 +81,34 @@ def _rings(plan: Plan) -> list[_Ring]:
     """The rewritten sites by the ring they are on; those of one gathered value share one."""
     rings: dict[object, list[Decision]] = {}
     for d in plan.rewritten:
-        key = (d.group, d.schedule) if d.group else d.site.index
+        assert d.schedule is not None
+        # Of einsums on one ring not all need have an inner one.
+        outer = dataclasses.replace(d.schedule, inner=None)
+        key = (d.group, outer) if d.group else d.site.index
         rings.setdefault(key, []).append(d)
     return [tuple(ring) for ring in rings.values()]
 
 
-def _cost(d: Decision) -> int:
-    assert d.collective is not None
-    assert d.schedule is not None
-    return permutes(d.site, d.collective, d.schedule)
+def _cost(ring: _Ring) -> int:
+    first, *rest = ring
+    assert first.collective is not None
+    assert first.schedule is not None
+    inner = sum(_inner_permutes(d.site, d.collective, d.schedule) for d in rest if d.collective)
+    return permutes(first.site, first.collective, first.schedule) + inner
+
+
+def _written(ring: _Ring, chosen: Candidate) -> int:
+    """The permutes of a ring that runs as a candidate of its first member says."""
+    return _cost(tuple(_as(d, _own(d, ring, chosen)) for d in ring))
+
+
+def _own(d: Decision, ring: _Ring, chosen: Candidate) -> Candidate:
+    """The candidate of ``d`` that goes with that of the first on its ring: they are in step."""
+    return d.candidates[ring[0].candidates.index(chosen)]
+
+
+def _as(d: Decision, c: Candidate) -> Decision:
+    return dataclasses.replace(d, collective=c.collective, schedule=c.schedule, estimate=c.estimate)
 
 
 def _saving(ring: _Ring) -> float:
@@ -87,31 +116,25 @@ def _saving(ring: _Ring) -> float:
     return e.before_s - e.after_s if e is not None else 0.0
 
 
-def _fitting(d: Decision, left: int, options: Options) -> Candidate | None:
+def _fitting(ring: _Ring, left: int, options: Options) -> Candidate | None:
     """The fastest candidate with at most ``left`` permutes; under "auto" one that pays."""
-    for c in d.candidates:
+    for c in ring[0].candidates:
         pays = options.policy == "always" or c.estimate.pays(options.min_gain)
         fits = options.fits_memory(c.estimate.memory_bytes)
-        if pays and fits and permutes(d.site, c.collective, c.schedule) <= left:
+        if pays and fits and _written(ring, c) <= left:
             return c
     return None
 
 
-def _decided(d: Decision, chosen: Candidate | None, options: Options) -> Decision:
+def _decided(d: Decision, ring: _Ring, chosen: Candidate | None, options: Options) -> Decision:
     """Return ``d`` as the choice for its ring has it; each site of a ring has it in its own way."""
-    choice = None if chosen is None else next(c for c in d.candidates if _same(c, chosen))
-    if choice is None:
-        detail = f"max_permutes={options.max_permutes}, and this loop has {_cost(d)}"
+    if chosen is None:
+        detail = f"max_permutes={options.max_permutes}, and this loop has {_cost(ring)}"
         return dataclasses.replace(d, schedule=None, reason=Reason.PERMUTE_BUDGET, detail=detail)
+    choice = _own(d, ring, chosen)
     if choice.schedule == d.schedule and choice.collective == d.collective:
         return d
-    return dataclasses.replace(
-        d, collective=choice.collective, schedule=choice.schedule, estimate=choice.estimate
-    )
-
-
-def _same(c: Candidate, other: Candidate) -> bool:
-    return (c.collective.kind, c.schedule) == (other.collective.kind, other.schedule)
+    return _as(d, choice)
 
 
 def _scattered_size(site: EinsumSite, collective: Collective) -> int:

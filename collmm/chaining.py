@@ -10,11 +10,11 @@ after::
 
     y = chained_einsums[middle={ lambda ; h. let a = gelu h in (a,) } ...] x w v
 
-Refuses unless both rings run over the same members in the same order, the scattered dimension is
-the gathered one, nothing but elementwise equations stands between, every value between has one
-shape and one sharding, and nothing else that the chain needs is made from its own results. What
-others read of the values between is handed out, or made again from what is handed out where that
-is smaller; what nobody reads never exists as a whole.
+Refuses unless both rings run over the same members in the same order and have no inner ones, the
+scattered dimension is the gathered one, nothing but elementwise equations stands between, every
+value between has one shape and one sharding, and nothing else that the chain needs is made from its
+own results. What others read of the values between is handed out, or made again from what is handed
+out where that is smaller; what nobody reads never exists as a whole.
 """
 
 from __future__ import annotations
@@ -211,8 +211,10 @@ def _fits(gather: Any, k: int, scatter: Any, spec: Spec, dim: int) -> bool:
     a, b = g["schedule"], s["schedule"]
     if (a.axes, a.ring_size, a.order) != (b.axes, b.ring_size, b.order) or a.ring_size < 2:
         return False
-    if g["mesh"] != s["mesh"] or not _plain(gather, _GATHER_PARAMS) or getattr(a, "inner", None):
+    if g["mesh"] != s["mesh"] or not _plain(gather, _GATHER_PARAMS):
         return False
+    if any(part.inner for part in (*g["uses"], *s["terms"])):
+        return False  # an inner ring needs a first step of its own
     if k >= len(g["uses"]):
         return False  # the gathered operand itself
     use = g["uses"][k]

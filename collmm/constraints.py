@@ -35,6 +35,8 @@ _FORMS: Mapping[str, tuple[str, bool]] = {
     "two-way": ("two_way", True),
     "rolled": ("unroll", False),
     "unrolled": ("unroll", True),
+    "nested": ("nested", True),
+    "single": ("nested", False),
 }
 _LINE = re.compile(r"(.+):(\d+)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -63,10 +65,16 @@ class Form:
         return all(getattr(schedule, name) == value for name, value in self.fields)
 
     def applied(self, schedule: Schedule) -> Schedule:
-        """Return ``schedule`` in that form; accumulators are again those of its default."""
+        """Return ``schedule`` in that form; accumulators are again those of its default.
+
+        An inner ring can be left out, but not made.
+        """
         if self.admits(schedule):
             return schedule
-        return dataclasses.replace(schedule, chains=None, **dict(self.fields))
+        fields = dict(self.fields)
+        if fields.pop("nested", None) is False:
+            fields["inner"] = None
+        return dataclasses.replace(schedule, chains=None, **fields)
 
 
 def read_overrides(given: Any) -> Overrides:

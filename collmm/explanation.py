@@ -331,7 +331,7 @@ def _baseline_text(c: Candidate) -> list[str]:
 
 def _row(c: Candidate, made: bool) -> tuple[str, ...]:
     e = c.estimate
-    rest = e.rest_s + e.displaced_s + e.others_s
+    rest = e.rest_s + e.displaced_s + e.others_s - e.inner_s
     times = (e.einsum_s, e.loss_s, e.traffic_s, e.launch_s, e.exposed_s, rest, e.after_s)
     gain = f"{100 * e.gain:+.1f} %"
     memory = f"{'-' if e.memory_bytes < 0 else ''}{report.human_bytes(abs(e.memory_bytes))}"

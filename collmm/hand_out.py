@@ -195,9 +195,14 @@ class _Body:
         """Return the operands of ``eqn`` that the compiler gathers: (position, sharding, mesh)."""
         specs: list[Spec | None]
         if eqn.primitive is all_gather_einsum_p:
-            specs = [None, *(use.local_spec for use in eqn.params["uses"])]
+            # What an inner ring gathers the compiler does not.
+            specs = [None, *(None if u.inner else u.local_spec for u in eqn.params["uses"])]
         elif eqn.primitive is einsum_reduce_scatter_p:
-            specs = [s for t in eqn.params["terms"] for s in (t.lhs_spec, t.rhs_spec)]
+            specs = [
+                None if t.inner and t.inner.operand == k else s
+                for t in eqn.params["terms"]
+                for k, s in enumerate((t.lhs_spec, t.rhs_spec))
+            ]
         else:
             return self._notes.dots.get(eqn.outvars[0], []) if eqn.outvars else []
         mesh = eqn.params["mesh"]

@@ -13,8 +13,8 @@ after::
 A scale per element of the gathered dimension travels with its shard; any other stays where it is.
 The casts and products are the user's own, on the same elements in the same order. A ring that
 hands out the gathered value hands out the wide one, put together of what was made on arrival.
-Refuses (the ring stays as it is) when nothing narrower stands behind the operand, and when an
-einsum sums over a dimension that is padded.
+Refuses (the ring stays as it is) when nothing narrower stands behind the operand, when the ring has
+inner ones, and when an einsum sums over a dimension that is padded.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def narrow_rings(jaxpr: Any) -> Any:
 def _narrowed(eqn: Any, producers: dict[Any, Any]) -> Any:
     """Return the ring ``eqn`` with what it sends made narrow; itself where nothing is narrower."""
     p = dict(eqn.params)
+    if any(use.inner for use in p["uses"]):
+        return eqn
     prologue = prologue_of(eqn.invars[0], producers, p["dim"])
     if prologue is None:
         return eqn

@@ -27,6 +27,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from collmm import nesting
 from collmm.errors import OptionError, PlanFileError, Reason
 from collmm.schedule import Schedule
 from collmm.sites import Collective, EinsumSite
@@ -142,17 +143,26 @@ def identity(site: EinsumSite) -> dict[str, Any]:
 
 
 def follows(site: EinsumSite, collective: Collective, schedule: Schedule) -> bool:
-    """Whether ``schedule`` is one of the ring that ``collective`` of ``site`` runs over."""
-    return (schedule.axes, schedule.ring_size) == (collective.axes, site.ring_size(collective))
+    """Whether ``schedule`` is one of the ring that ``collective`` of ``site`` runs over.
+
+    And, where it has an inner one, of a collective that can be nested there.
+    """
+    return nesting.runs(site, collective, schedule)
 
 
 def schedule_json(schedule: Schedule) -> dict[str, Any]:
     """The fields of a schedule as JSON values; those with their default value are left out."""
     return {
-        f.name: list(value) if isinstance(value, tuple) else value
+        f.name: _as_json(value)
         for f in dataclasses.fields(schedule)
         if (value := getattr(schedule, f.name)) != f.default
     }
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        return schedule_json(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def shown_path(file: str) -> str:
@@ -224,12 +234,18 @@ def _described(fields: Any) -> str:
 
 def _schedule(where: str, fields: dict[str, Any]) -> Schedule:
     given = fields.get("schedule")
-    known = [f.name for f in dataclasses.fields(Schedule)]
     if not isinstance(given, dict):
         raise PlanFileError(f'{where}: a rewritten site needs a "schedule" object, not {given!r}')
+    return _schedule_of(where, given)
+
+
+def _schedule_of(where: str, given: dict[str, Any]) -> Schedule:
+    known = [f.name for f in dataclasses.fields(Schedule)]
     if unknown := [k for k in given if k not in known]:
         raise PlanFileError(f"{where}: a schedule has no {unknown[0]!r}; it has {', '.join(known)}")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    if isinstance(values.get("inner"), dict):
+        values["inner"] = _schedule_of(f"{where}, inner", values["inner"])
     try:
         return Schedule(**values)
     except (OptionError, TypeError) as e:

@@ -11,6 +11,9 @@ Both act on whole (global) values and carry the shardings they lower to:
 
     y = einsum_reduce_scatter[dim=1 ...] h w
 
+An einsum of either may have an operand that is itself gathered, on an inner ring during the first
+step; for its derivatives that one is a plain collective.
+
 They are bilinear, and each is the other's transpose: the cotangent of a gathered operand is an
 einsum + reduce-scatter, that of a scattered sum is gathered into einsums. What autodiff saves is
 the operand as it came, a shard per device. Lowering is a ``shard_map`` over all mesh axes around
@@ -31,7 +34,7 @@ import jax
 from jax import lax
 
 from collmm import _jax, loops
-from collmm.loops import Consumer, PartialEinsum
+from collmm.loops import Consumer, Inner, PartialEinsum
 from collmm.schedule import Schedule
 from collmm.sites import Spec
 from collmm.uneven import Dims, on_shards
@@ -39,20 +42,30 @@ from collmm.uneven import Dims, on_shards
 
 @dataclasses.dataclass(frozen=True)
 class GatherUse:
-    """One einsum of a gathered operand: the loop's consumer and the shardings round it."""
+    """One einsum of a gathered operand: the loop's consumer and the shardings round it.
+
+    ``local_spec`` is the other operand's sharding as the einsum sees it; with ``inner`` it comes
+    sharded over that ring as well, and is gathered during the first step.
+    """
 
     consumer: Consumer
     local_spec: Spec
     out_spec: Spec
+    inner: Inner | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ScatterTerm:
-    """One einsum of a scattered sum, with its operands' shardings."""
+    """One einsum of a scattered sum, with its operands' shardings as the einsum sees them.
+
+    With ``inner`` one operand comes sharded over that ring as well, and is gathered during the
+    first step.
+    """
 
     partial: PartialEinsum
     lhs_spec: Spec
     rhs_spec: Spec
+    inner: Inner | None = None
 
 
 def all_gather_einsum(
@@ -139,6 +152,14 @@ def without_ring(spec: Spec, dim: int, schedule: Schedule) -> Spec:
     return (*spec[:dim], spec[dim][:-n], *spec[dim + 1 :])
 
 
+def before_inner(spec: Spec, operand: int, inner: Inner | None) -> Spec:
+    """Return the sharding with which an operand comes, ``spec`` being that after an inner ring."""
+    if inner is None or inner.operand != operand:
+        return spec
+    dim = inner.dim
+    return (*spec[:dim], (*spec[dim], *inner.schedule.axes), *spec[dim + 1 :])
+
+
 def label_axes_of(*operands: tuple[Sequence[int], Spec]) -> dict[int, tuple[str, ...]]:
     """Return the mesh axes of every label, from (labels, spec) pairs."""
     axes: dict[int, tuple[str, ...]] = {}
@@ -187,6 +208,7 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, h
     if mesh is None:
         consumers = [use.consumer for use in uses]
         return loops.all_gather_einsum(gathered, locals_, consumers, schedule, **ring)
+    inners = [use.inner for use in uses]
     consumers, finishers = [], []
     for use in uses:
         partial = use.consumer.partial
@@ -197,7 +219,10 @@ def _gather_impl(gathered, *locals_, uses, gathered_spec, dim, schedule, mesh, h
         finishers.append((use.out_spec, base, summed))
 
     def body(shard, *locals_):
-        outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, **ring)
+        if any(inners):
+            outs = loops.nested_gather_einsum(shard, locals_, consumers, inners, schedule, **ring)
+        else:
+            outs = loops.all_gather_einsum(shard, locals_, consumers, schedule, **ring)
         done = [finish(out, *args) for out, args in zip(outs, finishers, strict=False)]
         return [*done, *outs[len(uses) :]]
 
@@ -222,7 +247,7 @@ def use_dims(uses: Sequence[GatherUse]) -> tuple[list[tuple[Dims, Spec]], list[t
         names = {label: gathered_dim(d) for d, label in enumerate(consumer.gathered_labels())}
         local = tuple(names.get(label, (i, label)) for label in consumer.local_labels())
         out = tuple(names.get(label, (i, label)) for label in consumer.partial.einsum.out)
-        ins.append((local, use.local_spec))
+        ins.append((local, before_inner(use.local_spec, 1 - consumer.gathered_operand, use.inner)))
         outs.append((out, use.out_spec))
     return ins, outs
 
@@ -295,7 +320,8 @@ def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedul
             gathered, [cts[i] for i in wanted], new_uses, gathered_spec=gathered_spec, **ring
         )
         for i, grad in zip(wanted, grads, strict=True):
-            results[1 + i] = grad
+            nested = uses[i].inner is not None
+            results[1 + i] = _jax.resharded_like(grad, locals_[i].aval) if nested else grad
     return results
 
 
@@ -367,6 +393,7 @@ def _gather_batch(
                 dataclasses.replace(consumer, partial=partial),
                 _batched_spec(use.local_spec, local_batched, spmd),
                 _batched_spec(use.out_spec, batched[0] or local_batched, spmd),
+                _batched_inner(use.inner, local_batched),
             )
         )
     outs = all_gather_einsum(
@@ -402,13 +429,17 @@ def _scatter_impl(*operands, terms, out_spec, dim, schedule, mesh):
     base = [axes[label] for label in terms[0].partial.einsum.out]
     base[dim] = (*base[dim], *schedule.axes)
     partials = [term.partial for term in terms]
+    inners = [term.inner for term in terms]
 
     def body(*operands):
         triples = [
             (lhs, rhs, partial)
             for lhs, rhs, partial in zip(operands[::2], operands[1::2], partials, strict=True)
         ]
-        out = loops.einsum_reduce_scatter(triples, dim, schedule)
+        if any(inners):
+            out = loops.nested_reduce_scatter(triples, inners, dim, schedule)
+        else:
+            out = loops.einsum_reduce_scatter(triples, dim, schedule)
         return [finish(out, out_spec, tuple(base), rest)]
 
     result = tuple(("result", d) for d in range(len(out_spec)))
@@ -420,9 +451,13 @@ def _term_dims(i: int, term: ScatterTerm) -> list[tuple[Dims, Spec]]:
     """Name the dimensions of both operands of term ``i``; those of the result are shared."""
     einsum = term.partial.einsum
     names = {label: ("result", d) for d, label in enumerate(einsum.out)}
+    specs = (term.lhs_spec, term.rhs_spec)
     return [
-        (tuple(names.get(label, (i, label)) for label in labels), spec)
-        for labels, spec in ((einsum.lhs, term.lhs_spec), (einsum.rhs, term.rhs_spec))
+        (
+            tuple(names.get(label, (i, label)) for label in labels),
+            before_inner(spec, k, term.inner),
+        )
+        for k, (labels, spec) in enumerate(zip((einsum.lhs, einsum.rhs), specs, strict=True))
     ]
 
 
@@ -490,7 +525,8 @@ def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
         mesh=mesh,
     )
     for i, grad in zip(where, grads, strict=True):
-        results[i] = grad
+        nested = terms[i // 2].inner is not None
+        results[i] = _jax.resharded_like(grad, operands[i].aval) if nested else grad
     return results
 
 
@@ -508,6 +544,9 @@ def _scatter_batch(size, spmd, operands, dims, *, terms, out_spec, dim, schedule
                 _batched_partial(term.partial, batched[lhs], batched[rhs]),
                 _batched_spec(term.lhs_spec, batched[lhs], spmd),
                 _batched_spec(term.rhs_spec, batched[rhs], spmd),
+                _batched_inner(term.inner, batched[lhs + term.inner.operand])
+                if term.inner
+                else None,
             )
         )
     out = einsum_reduce_scatter(
@@ -536,6 +575,10 @@ def _batch_to_front(operands, dims, size) -> tuple[list[Any], list[bool]]:
 def _batched_partial(partial: PartialEinsum, lhs: bool, rhs: bool) -> PartialEinsum:
     einsum = partial.einsum.batched(0 if lhs else None, 0 if rhs else None)
     return dataclasses.replace(partial, einsum=einsum)
+
+
+def _batched_inner(inner: Inner | None, batched: bool) -> Inner | None:
+    return inner and dataclasses.replace(inner, dim=inner.dim + batched)
 
 
 def _batched_spec(spec: Spec, batched: bool, spmd: tuple[str, ...]) -> Spec:

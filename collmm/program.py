@@ -18,6 +18,7 @@ from collmm.capture import Captured, capture
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hardware import chip, profile_rows
+from collmm.cost.nested import Inside
 from collmm.devices import DEFAULT_CHIP, row_of
 from collmm.errors import OverrideWarning, PlanMismatch, PlanMismatchWarning, Reason
 from collmm.gate import make_site
@@ -157,7 +158,9 @@ def _plan_program(
 
     def price(site: EinsumSite, collective: Collective, schedule: Schedule) -> Estimate:
         ring = places(site, collective.axes).ring
-        return estimate(site, collective, schedule, row, ring)
+        rings = {c.axes: places(site, c.axes).ring for c in site.loopable}
+        inside = Inside(tuple((axes, ring) for axes, ring in rings.items() if ring is not None))
+        return estimate(site, collective, schedule, row, ring, inside=inside)
 
     done: dict[int, Decision] = {}
     dots = captured.dots

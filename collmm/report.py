@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collmm import plan_file
+from collmm.nesting import inner_collective
 
 if TYPE_CHECKING:
     from collmm.cost.estimate import Estimate
@@ -160,7 +161,9 @@ def _decision(d: Decision) -> str:
         times = f"{seconds(d.estimate.before_s)} -> {seconds(d.estimate.after_s)}"
         if d.estimate.einsums > 1:
             times += f" for {d.estimate.einsums} einsums of one ring"
-        return f"rewrite {d.collective.kind}: {d.schedule.describe()}, {times}"
+        inner = inner_collective(d.site, d.collective, d.schedule)
+        both = d.collective.kind if inner is None else f"{d.collective.kind} + {inner.describe()}"
+        return f"rewrite {both}: {d.schedule.describe()}, {times}"
     assert d.reason is not None
     return f"leave: {d.reason.code}" + (f" ({d.detail})" if d.detail else "")
 
@@ -176,11 +179,20 @@ def _decision_json(d: Decision) -> dict[str, Any]:
         "decision": plan_file.REWRITE if d.rewritten else plan_file.LEAVE,
         "looped": d.collective.describe() if d.collective is not None else None,
         "schedule": plan_file.schedule_json(d.schedule) if d.schedule is not None else None,
+        "nested": _nested(d),
         "reason": d.reason.code if d.reason is not None else None,
         "meaning": d.reason.meaning if d.reason is not None else None,
         "detail": d.detail,
         "predicted": None if e is None else _predicted(e),
     }
+
+
+def _nested(d: Decision) -> str | None:
+    """The collective that an inner ring takes over; for the reader, as the schedule says it too."""
+    if d.collective is None:
+        return None
+    inner = inner_collective(d.site, d.collective, d.schedule)
+    return None if inner is None else inner.describe()
 
 
 def _predicted(e: Estimate) -> dict[str, Any]:

@@ -17,6 +17,7 @@ it replaces.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,9 +28,10 @@ from collmm.chaining import chain_rings
 from collmm.errors import AnalysisError
 from collmm.exchange import exchange_einsum_p, moved_spec
 from collmm.hand_out import Notes, hand_out
-from collmm.loops import Consumer
+from collmm.loops import Consumer, Inner
 from collmm.manual import Match
 from collmm.narrow import narrow_rings
+from collmm.nesting import inner_collective
 from collmm.plan import Decision, Plan
 from collmm.primitives import (
     GatherUse,
@@ -47,6 +49,7 @@ from collmm.rewrite_manual import (
     partial_einsum,
     type_change,
 )
+from collmm.schedule import Schedule
 from collmm.share import share_rings
 from collmm.sites import (
     ALL_GATHER,
@@ -217,7 +220,7 @@ class _Rewriter:
         elif decision.collective.kind == ALL_GATHER:
             sunk, new = _gather_eqns(eqn, decision, mesh, producers, self._sunk)
         else:
-            new = scatter_eqn(eqn, decision, mesh)
+            new = scatter_eqn(eqn, decision, mesh, producers)
         # Where shardings are types, the user's reshard of the result is what scatters it.
         reshard = reshards.get(eqn.outvars[0])
         if reshard is not None and type_change(eqn.outvars, new):
@@ -244,8 +247,9 @@ class _Rewriter:
         mesh = self._meshes.get(site.axis_sizes)
         if site.manual or mesh is None:
             return
+        nested = None if looped is None else _nested(decision)
         for c in site.collectives:
-            if c.kind != ALL_GATHER or c == looped or c.operand is None:
+            if c.kind != ALL_GATHER or c in (looped, nested) or c.operand is None:
                 continue
             spec = (site.lhs_spec, site.rhs_spec)[c.operand]
             self.notes.dots.setdefault(dot.outvars[0], []).append((c.operand, spec, mesh))
@@ -290,19 +294,45 @@ def _gather_eqns(
         gathered = before(eqn.invars[side])
         if collective.early:
             sunk, gathered = sink(gathered, producers, before)
-    use = GatherUse(
-        Consumer(partial_einsum(eqn, site), side), specs[1 - side], _result_spec(decision)
-    )
+    others, inner = _before_inner(eqn, decision, producers)
+    consumer = Consumer(partial_einsum(eqn, site), side)
+    use = GatherUse(consumer, specs[1 - side], _result_spec(decision), inner)
     params = {
         "uses": (use,),
         "gathered_spec": gathered_spec,
         "dim": dim,
-        "schedule": decision.schedule,
+        "schedule": _outer(decision),
         "mesh": mesh,
         "hand_out": False,
     }
-    invars = [gathered, eqn.invars[1 - side]]
+    invars = [gathered, others[1 - side]]
     return sunk, _jax.primitive_eqn(eqn, all_gather_einsum_p, invars, eqn.outvars, params)
+
+
+def _nested(decision: Decision) -> Collective | None:
+    """Return the collective that the inner ring of a decision takes over; None without one."""
+    assert decision.collective is not None
+    return inner_collective(decision.site, decision.collective, decision.schedule)
+
+
+def _outer(decision: Decision) -> Schedule:
+    """Return the schedule of the outer ring; the inner one is an einsum's own."""
+    assert decision.schedule is not None
+    return dataclasses.replace(decision.schedule, inner=None)
+
+
+def _before_inner(
+    eqn: Any, decision: Decision, producers: dict[Any, Any]
+) -> tuple[list[Any], Inner | None]:
+    """Return the operands of an einsum, before the gather of its inner ring, and that ring."""
+    site, c, invars = decision.site, _nested(decision), list(eqn.invars)
+    if c is None or c.operand is None:
+        return invars, None
+    assert decision.schedule is not None
+    assert decision.schedule.inner is not None
+    spec = _appended((site.lhs_spec, site.rhs_spec)[c.operand], c.dim, c.axes)
+    invars[c.operand] = _before_gather(invars[c.operand], spec, site.axis_sizes, producers)
+    return invars, Inner(c.operand, c.dim, decision.schedule.inner)
 
 
 def _exchange_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any]) -> Any:
@@ -329,18 +359,22 @@ def _exchange_eqn(eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, 
     return _jax.primitive_eqn(eqn, exchange_einsum_p, invars, eqn.outvars, params)
 
 
-def scatter_eqn(eqn: Any, decision: Decision, mesh: Any) -> Any:
+def scatter_eqn(
+    eqn: Any, decision: Decision, mesh: Any, producers: dict[Any, Any] | None = None
+) -> Any:
     """Return the equation of an einsum whose sum is scattered on a ring, in place of ``eqn``."""
     site, collective = decision.site, decision.collective
     assert collective is not None
+    invars, inner = _before_inner(eqn, decision, producers or {})
+    term = ScatterTerm(partial_einsum(eqn, site), site.lhs_spec, site.rhs_spec, inner)
     params = {
-        "terms": (ScatterTerm(partial_einsum(eqn, site), site.lhs_spec, site.rhs_spec),),
+        "terms": (term,),
         "out_spec": _result_spec(decision),
         "dim": collective.dim,
-        "schedule": decision.schedule,
+        "schedule": _outer(decision),
         "mesh": mesh,
     }
-    return _jax.primitive_eqn(eqn, einsum_reduce_scatter_p, eqn.invars, eqn.outvars, params)
+    return _jax.primitive_eqn(eqn, einsum_reduce_scatter_p, invars, eqn.outvars, params)
 
 
 def _result_spec(decision: Decision) -> Spec:

@@ -32,7 +32,8 @@ class Schedule:
     is multiplied; with four, each is on its way while three are multiplied, which hides an
     accumulator that is wider than the operands. ``order``: the members in the order in which
     the ring visits them, where the order of the axes is not that of the links; None is
-    ``0, 1, 2, ...``.
+    ``0, 1, 2, ...``. ``inner``: the schedule of a second ring, on which another operand of the
+    einsum is gathered during the first step of this one; ``collmm.nesting`` says which.
 
     Raises ``OptionError`` for a value that is not allowed.
     """
@@ -44,6 +45,7 @@ class Schedule:
     barrier: bool = True
     chains: int | None = None
     order: tuple[int, ...] | None = None
+    inner: Schedule | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.axes, tuple) or not self.axes:
@@ -75,6 +77,24 @@ class Schedule:
             raise OptionError(
                 f"Schedule order {self.order!r} must name each of the {self.ring_size} members once"
             )
+        if self.inner is not None:
+            self._check_inner()
+
+    def _check_inner(self) -> None:
+        inner = self.inner
+        if not isinstance(inner, Schedule):
+            raise OptionError(f"Schedule inner must be a Schedule or None, got {inner!r}")
+        if set(inner.axes) & set(self.axes):
+            raise OptionError(
+                f"Schedule inner runs over {inner.axes} and the outer one over {self.axes}; "
+                "they must have no axis in common"
+            )
+        if inner.inner is not None:
+            raise OptionError(
+                "Schedule inner has an inner one itself; two rings are nested at most"
+            )
+        if min(inner.ring_size, self.ring_size) < 2:
+            raise OptionError("Schedule inner: both rings must have two members or more")
 
     @property
     def accumulators(self) -> int:
@@ -87,9 +107,17 @@ class Schedule:
         return 4 if self.unroll else 2
 
     def describe(self) -> str:
-        """Short text for tables, such as ``"two-way x4 unrolled"``."""
+        """Short text for tables, such as ``"two-way x4 unrolled"``, and the inner ring's."""
         direction = "two-way" if self.two_way else "one-way"
-        return f"{direction} x{self.ring_size} {'unrolled' if self.unroll else 'rolled'}"
+        own = f"{direction} x{self.ring_size} {'unrolled' if self.unroll else 'rolled'}"
+        if self.inner is None:
+            return own
+        return f"{own} + {','.join(self.inner.axes)} {self.inner.describe()}"
+
+    @property
+    def nested(self) -> bool:
+        """Whether there is an inner ring."""
+        return self.inner is not None
 
 
 def default_schedule(axes: Sequence[str], ring_size: int, *, rolled: bool = False) -> Schedule:

@@ -6,6 +6,7 @@ Only what the loops can run, and on each kind of chip only what its compiler kee
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 
@@ -13,7 +14,9 @@ from collmm.cost.collectives import Ring
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import ALONE, Behind, Hidden
+from collmm.cost.nested import NOWHERE, Inside
 from collmm.cost.steps import Shared
+from collmm.nesting import inner_collective, inner_collectives
 from collmm.schedule import MAX_UNROLLED_RING, Schedule
 from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
 
@@ -48,6 +51,7 @@ class Candidate:
       ring: the links that was made with; None where they were assumed.
       members: the einsums on the ring, the one it was made for first.
       behind: how the collective stands to other work of the program.
+      inside: the same of an inner ring.
     """
 
     collective: Collective
@@ -56,6 +60,7 @@ class Candidate:
     ring: Ring | None = None
     members: tuple[Shared, ...] = ()
     behind: Behind = ALONE
+    inside: Inside = NOWHERE
 
     @property
     def once(self) -> bool:
@@ -86,9 +91,9 @@ def candidates(
     found = []
     for collective in site.loopable if only is None else (only,):
         place = places(site, collective.axes)
-        for schedule in schedules(collective, site.ring_size(collective), chip):
-            schedule = dataclasses.replace(schedule, order=place.order)
-            behind = hidden.get((site.index, collective), ALONE)
+        members = (Shared(site, collective), *sharing)
+        behind = hidden.get((site.index, collective), ALONE)
+        for schedule, inside in _with_inner(members, chip, places, hidden):
             times = estimate(
                 site,
                 collective,
@@ -98,10 +103,43 @@ def candidates(
                 sharing=sharing,
                 hidden_s=behind.hidden_s,
                 displaced_s=behind.displaced_s,
+                inside=inside,
             )
-            members = (Shared(site, collective), *sharing)
-            found.append(Candidate(collective, schedule, times, place.ring, members, behind))
+            found.append(
+                Candidate(collective, schedule, times, place.ring, members, behind, inside)
+            )
     return tuple(sorted(found, key=lambda c: c.estimate.after_s - c.estimate.before_s))
+
+
+def _with_inner(
+    members: Sequence[Shared], chip: Chip, places: Places, hidden: Hidden
+) -> Iterator[tuple[Schedule, Inside]]:
+    """The schedules of a ring, each alone and with every ring that can be nested in it."""
+    site, collective = members[0].site, members[0].collective
+    order = places(site, collective.axes).order
+    inner_axes = dict.fromkeys(
+        c.axes for m in members for c in inner_collectives(m.site, m.collective)
+    )
+    rings = tuple(
+        (axes, ring)
+        for axes in dict.fromkeys(c.axes for m in members for c in m.site.loopable)
+        if (ring := places(site, axes).ring) is not None
+    )
+    for schedule in schedules(collective, site.ring_size(collective), chip):
+        schedule = dataclasses.replace(schedule, order=order)
+        yield schedule, Inside(rings)
+        for axes in inner_axes:
+            size = math.prod(dict(site.axis_sizes)[a] for a in axes)
+            place = places(site, axes)
+            for inner in schedules(Collective(ALL_GATHER, 0, 0, axes, 0), size, chip):
+                inner = dataclasses.replace(inner, order=place.order)
+                nested = dataclasses.replace(schedule, inner=inner)
+                chosen = [inner_collective(m.site, m.collective, nested) for m in members]
+                behind = tuple(
+                    ALONE if c is None else hidden.get((m.site.index, c), ALONE)
+                    for m, c in zip(members, chosen, strict=True)
+                )
+                yield nested, Inside(rings, behind)
 
 
 def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Schedule]:

@@ -10,7 +10,7 @@ As a loop, one shard is on its way while another is multiplied, step by step::
 
 which is the same as what this module gives term by term::
 
-    after = einsum + loss + traffic + launch + exposed + rest + displaced + others
+    after = einsum + loss + traffic + launch + exposed + rest + displaced + others - inner
 
 ``loss`` is what smaller einsums lose: tiles, shape, and the local operand read again each step.
 Everything is a pure function of shapes and rates; nothing is measured.
@@ -26,8 +26,11 @@ from collmm.cost import collectives
 from collmm.cost.collectives import Ring
 from collmm.cost.einsum import product_of, time_of
 from collmm.cost.figures import Chip
+from collmm.cost.hiding import Behind
 from collmm.cost.kernels import fetch_s
+from collmm.cost.nested import NOWHERE, Inside, with_inner
 from collmm.cost.steps import Shared, loop_of
+from collmm.nesting import inner_collective
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
 
@@ -58,6 +61,7 @@ class Estimate:
       displaced_s: other collectives that run behind this einsum as it is, and would have to wait
         for the ring.
       doubt_s: what the model cannot tell: by how much the loop may well take longer.
+      inner_s: of ``others_s``, what an inner ring takes over and nothing hides as it is.
       memory_bytes: buffers of the loop on one device, less those it makes unnecessary; may be
         negative.
       link_bytes: bytes one device sends.
@@ -82,6 +86,7 @@ class Estimate:
     rest_s: float = 0.0
     displaced_s: float = 0.0
     doubt_s: float = 0.0
+    inner_s: float = 0.0
     memory_bytes: int = 0
     link_bytes: int = 0
     permutes: int = 0
@@ -97,7 +102,7 @@ class Estimate:
     def after_s(self) -> float:
         """The overlapped loop and what stays beside it."""
         own = self.einsum_s + self.loss_s + self.traffic_s + self.launch_s + self.exposed_s
-        return own + self.rest_s + self.displaced_s + self.others_s
+        return own + self.rest_s + self.displaced_s + self.others_s - self.inner_s
 
     @property
     def gain(self) -> float:
@@ -129,6 +134,7 @@ def estimate(
     sharing: Sequence[Shared] = (),
     hidden_s: float = 0.0,
     displaced_s: float = 0.0,
+    inside: Inside = NOWHERE,
 ) -> Estimate:
     """The times of one site and of its loop on one device of ``chip``.
 
@@ -142,6 +148,7 @@ def estimate(
       sharing: further einsums on the same ring.
       hidden_s: seconds of other work behind which the compiler can hide the collective as it is.
       displaced_s: seconds of other collectives that use the links while this einsum runs.
+      inside: where the rings of the site's other collectives lie, an inner one's among them.
     """
     ring = ring or assumed_ring(chip, schedule.ring_size)
     members = (Shared(site, collective), *sharing)
@@ -153,11 +160,25 @@ def estimate(
     others = [c for m in members for c in m.site.loopable if c is not m.collective]
     notes = dict.fromkeys(filter(None, (ring.note, *(t.note for t in whole))))
     loop = loop_of(members, schedule, chip, ring)
+
+    def ring_of(c: Collective) -> Ring:
+        return inside.ring(c.axes) or assumed_ring(chip, site.ring_size(c))
+
+    displaced = min(displaced_s, sum(p.count * p.transfer for p in loop.phases))
+    inner_s = 0.0
+    if schedule.inner is not None:
+        inners = [inner_collective(m.site, m.collective, schedule) for m in members]
+        inner_ring = inside.ring(schedule.inner.axes)
+        inner_ring = inner_ring or assumed_ring(chip, schedule.inner.ring_size)
+        loop = with_inner(loop, members, inners, schedule, chip, ring, inner_ring)
+        plain = {k: plain_s(c, inner_ring) for k, c in enumerate(inners) if c}
+        inner_s = sum(_inner_s(seconds, inside.of(k)) for k, seconds in plain.items())
+        displaced += sum(_pushed_s(s, einsum_s, inside.of(k)) for k, s in plain.items())
     rest = dataclasses.replace(collective, kind=ALL_GATHER)
     return Estimate(
         einsum_s=einsum_s,
         collective_s=collective_s,
-        others_s=sum(plain_s(c, assumed_ring(chip, site.ring_size(c))) for c in others),
+        others_s=sum(plain_s(c, ring_of(c)) for c in others),
         hidden_s=min(hidden_s, collective_s),
         steps=loop.steps,
         step_einsum_s=loop.einsum_s,
@@ -169,8 +190,9 @@ def estimate(
         epilogue_s=loop.epilogue_s,
         exposed_s=sum(p.count * p.exposed for p in loop.phases),
         rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
-        displaced_s=min(displaced_s, sum(p.count * p.transfer for p in loop.phases)),
+        displaced_s=displaced,
         doubt_s=loop.doubt_s + _doubt(chip) * sum(p.count * p.compute for p in loop.phases),
+        inner_s=inner_s,
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,
         permutes=loop.permutes,
@@ -181,6 +203,23 @@ def estimate(
 
 def _doubt(chip: Chip) -> float:
     return 0.0 if chip.shape is None else _DOUBT
+
+
+def _inner_s(seconds: float, behind: Behind) -> float:
+    """Of a plain collective of ``seconds``, what an inner ring does away with.
+
+    Nothing where another einsum needs the gathered value anyhow, and what other work hides is free.
+    """
+    return 0.0 if behind.common else max(0.0, seconds - behind.hidden_s)
+
+
+def _pushed_s(seconds: float, einsum_s: float, behind: Behind) -> float:
+    """What collectives that run behind the einsum come too late, once an inner ring goes first.
+
+    It is done in the first step; they have the rest of the einsums.
+    """
+    late = seconds + behind.displaced_s - einsum_s
+    return min(behind.displaced_s, max(0.0, late))
 
 
 def plain_s(collective: Collective, ring: Ring) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from collmm.sites import ALL_GATHER, Collective, EinsumSite
@@ -25,10 +25,13 @@ class Behind:
       hidden_s: seconds of the collective that other einsums hide as it is.
       displaced_s: seconds of other collectives over the same axes that run behind this site's
         einsum; a ring would use their links meanwhile, and they would come that much later.
+      common: whether another einsum of the body reads the same gathered value: the compiler gathers
+        it once for both, and still does where one of them has a ring of its own.
     """
 
     hidden_s: float = 0.0
     displaced_s: float = 0.0
+    common: bool = False
 
 
 ALONE = Behind()
@@ -65,13 +68,14 @@ def hidden_seconds(
             if site.once[c.operand]:
                 hidden[site.index, c] = seconds  # before the loop, and not in every turn
                 continue
-            value = site.body, site.sources[c.operand], c.dim, c.axes
-            if site.sources[c.operand] >= 0 and value in seen:
+            (value,) = _value(site, c) or ((site.index, c),)
+            if value in seen:
                 hidden[site.index, c] = seen[value]  # gathered once for both
                 continue
             clock, link = clocks[site.body], links[site.body, c.axes]
             ready, wanted = clock.after(site.ready[c.operand]), clock.before(site.index)
             hidden[site.index, c] = seen[value] = link.take(ready, wanted, seconds)
+    values = Counter(value for site in sites for c in site.collectives for value in _value(site, c))
     found = {}
     numbered = {site.index: site for site in sites}
     for key in collective_s:
@@ -79,8 +83,16 @@ def hidden_seconds(
         start = clocks[site.body].before(site.index)
         link = links[site.body, key[1].axes]
         displaced = link.busy(start, start + einsum_s.get(site.index, 0.0))
-        found[key] = Behind(hidden.get(key, 0.0), displaced)
+        common = any(values[value] > 1 for value in _value(site, key[1]))
+        found[key] = Behind(hidden.get(key, 0.0), displaced, common)
     return found
+
+
+def _value(site: EinsumSite, c: Collective) -> tuple[object, ...]:
+    """Return what a gather makes, where that is known: equal ones are one gather."""
+    if c.kind != ALL_GATHER or c.operand is None or site.sources[c.operand] < 0:
+        return ()
+    return ((site.body, site.sources[c.operand], c.dim, c.axes),)
 
 
 class _Link:

@@ -28,25 +28,31 @@ _SUMMED_WIDE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """An einsum of a ring: its site, and its collective that the ring replaces."""
+    """An einsum of a ring: its site, and its collective that the ring replaces.
+
+    ``cut``: (label, parts) of what an outer ring has cut already.
+    """
 
     site: EinsumSite
     collective: Collective
+    cut: tuple[tuple[int, int], ...] = ()
 
     def partial(self, parts: int) -> Product:
         """One step's einsum: the label of the collective cut into ``parts``."""
+        return product_of(self.site, {**dict(self.cut), self.label: parts})
+
+    @property
+    def label(self) -> int:
+        """The label of the dimension that is gathered, scattered or split by peer."""
         c, einsum = self.collective, self.site.einsum
         sent = c.kind == ALL_TO_ALL and c.operand is None
-        dim = c.split_dim if sent else c.dim
         labels = einsum.out if c.operand is None else (einsum.lhs, einsum.rhs)[c.operand]
-        return product_of(self.site, {labels[dim]: parts})
+        return labels[c.split_dim if sent else c.dim]
 
     @property
     def accumulates(self) -> bool:
         """Whether the gathered label is summed over, so that every step adds to one result."""
-        c, einsum = self.collective, self.site.einsum
-        labels = einsum.out if c.operand is None else (einsum.lhs, einsum.rhs)[c.operand]
-        return labels[c.dim] in einsum.contracting
+        return self.label in self.site.einsum.contracting
 
     @property
     def wide(self) -> int:
@@ -89,7 +95,7 @@ def gather_einsum(
 
 def leave_s(m: Shared, chip: Chip) -> float:
     """Seconds in which the result of a gather's loop is copied from the chip to the memory."""
-    out = product_of(m.site).out_bytes
+    out = m.partial(1).out_bytes
     if m.accumulates or not _result_stays(out, chip):
         return 0.0
     return out / chip.hbm_bytes_per_s()
@@ -109,7 +115,7 @@ def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, sha
         passes_s += sum(_gpu_gather_pass_s(m, n, chip) for m in members)
     elif chip.shape is not None:
         for m in members:
-            out = product_of(m.site)
+            out = m.partial(1)
             if m.accumulates:  # the sums are rounded and leave the chip
                 passes_s += pass_s(out.out_bytes, chip)
             elif out.columns % tile:  # no einsum writes to a part of a tile

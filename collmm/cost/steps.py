@@ -143,6 +143,17 @@ def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
     )
 
 
+def first_step_s(m: Shared, schedule: Schedule, chip: Chip) -> float:
+    """Seconds of what one einsum computes in the first step of a gather or a reduce-scatter."""
+    n, count, unroll = schedule.ring_size, schedule.accumulators, schedule.unroll
+    if m.collective.kind == ALL_GATHER:
+        fetched = fetched_s(local_bytes(m, n), chip) if unroll else 0.0
+        return fetched + gather_einsum(m, n, chip, unroll, "first")
+    later = (count - 1) * scatter_einsum(m, n, count, chip)
+    fetched = fetch_s(m.site, chip) if unroll else 0.0
+    return later + fetched + scatter_einsum(m, n, count, chip, first=True)
+
+
 # --- reduce-scatter ---
 
 

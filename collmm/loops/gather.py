@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax import Array, lax
@@ -67,7 +67,7 @@ def all_gather_einsum(
     Raises ``OptionError`` when the operands do not fit each other or the mesh.
     """
     own = shard if unpack is None else unpack(shard)
-    _check(own, locals_, consumers, schedule.ring_size, gathered_dim)
+    check(own, locals_, consumers, schedule.ring_size, gathered_dim)
     if schedule.ring_size == 1:
         results = [
             consumer.partial.dot(*_ordered(consumer, own, local))
@@ -77,15 +77,38 @@ def all_gather_einsum(
     ring = Arrivals(
         schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered, unpack
     )
-    run = _unrolled if schedule.unroll else _rolled
-    states = run(ring, shard, position(schedule))
+    return rounded(go_round(ring, shard), consumers)
+
+
+def rounded(states: States, consumers: Sequence[Consumer]) -> list[Array]:
+    """What a ring has made for its consumers, each in its ``out_dtype``; the rest as it is."""
     return [
         lax.convert_element_type(state, consumer.partial.out_dtype)
         for state, consumer in zip(states, consumers, strict=False)
     ] + list(states[len(consumers) :])
 
 
-_States = tuple[Any, ...]
+States = tuple[Any, ...]
+
+
+class Ring(Protocol):
+    """What is done with the shards that arrive."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """How they travel."""
+
+    def first(self, shard: Any, pos: Array) -> tuple[Ring, States]:
+        """Make the results, of the own shard; what arrives later goes to the ring given back."""
+
+    def consume(self, states: States, shard: Any, pos: Array, offset: Any) -> States:
+        """Add to the results what the shard at ``offset`` is worth."""
+
+
+def go_round(ring: Ring, shard: Any) -> States:
+    """Send ``shard`` round the ring and return the results, sums in their accumulation dtype."""
+    run = _unrolled if ring.schedule.unroll else _rolled
+    return run(ring, shard, position(ring.schedule))
 
 
 @dataclass(frozen=True)
@@ -99,26 +122,31 @@ class Arrivals:
     return_gathered: bool
     unpack: Callable[[Any], Array] | None = None
 
-    def empty(self) -> _States:
+    def first(self, shard: Any, pos: Array) -> tuple[Arrivals, States]:
+        """Multiply the own shard, which makes the results."""
+        return self, self.consume(self.empty(), shard, pos, 0)
+
+    def empty(self) -> States:
         """No results yet: the first step makes them."""
         return (None,) * (len(self.consumers) + self.return_gathered)
 
-    def consume(self, states: _States, shard: Any, pos: Array, offset: Any) -> _States:
+    def consume(self, states: States, shard: Any, pos: Array, offset: Any) -> States:
         """Multiply the shard at ``offset`` with every local operand."""
         shard = shard if self.unpack is None else self.unpack(shard)
         n, block = self.schedule.ring_size, shard.shape[self.dim]
         start = shard_start(pos, offset, self.schedule, block)
         new = [
-            self._consume_one(consumer, local, state, shard, start)
+            self.consume_one(consumer, local, state, shard, start)
             for consumer, local, state in zip(self.consumers, self.locals_, states, strict=False)
         ]
         if self.return_gathered:
             new.append(put(states[-1], shard, self.dim, start, n * block))
         return tuple(new)
 
-    def _consume_one(
+    def consume_one(
         self, consumer: Consumer, local: Array, state: Array | None, shard: Array, start: Array
     ) -> Array:
+        """Multiply the block at ``start`` with one local operand."""
         partial, block = consumer.partial, shard.shape[self.dim]
         label = consumer.gathered_labels()[self.dim]
         if label in consumer.local_labels():
@@ -131,27 +159,27 @@ class Arrivals:
         return put(state, partial.dot(*operands), partial.einsum.out.index(label), start, size)
 
 
-def _unrolled(ring: Arrivals, shard: Any, pos: Array) -> _States:
+def _unrolled(ring: Ring, shard: Any, pos: Array) -> States:
     """Every step written out: the sends of step i first, then the einsums of step i."""
     schedule = ring.schedule
     chains = gather_chains(schedule.ring_size, schedule.two_way)
     held = [shard] * len(chains)
-    states = ring.empty()
+    states: States = ()
     for i in range(chains[0].sends + 1):
         arriving = [
             _send(x, chain, schedule) if i < chain.sends else x
             for x, chain in zip(held, chains, strict=True)
         ]
+        if i == 0:  # every chain holds the own shard: multiply it once
+            ring, states = ring.first(shard, pos)
         for k, chain in enumerate(chains):
-            # At step 0 every chain holds the own shard: multiply it once.
-            if (i == 0 and k > 0) or i > chain.sends:
-                continue
-            states = ring.consume(states, held[k], pos, chain.gathered_offset(i))
+            if 0 < i <= chain.sends:
+                states = ring.consume(states, held[k], pos, chain.gathered_offset(i))
         held = arriving
     return states
 
 
-def _rolled(ring: Arrivals, shard: Any, pos: Array) -> _States:
+def _rolled(ring: Ring, shard: Any, pos: Array) -> States:
     """A loop whose program does not grow with the ring; the sends are those of the unrolled one.
 
     The own shard is peeled off in front (it makes the results, so no buffer is filled first) and
@@ -164,17 +192,17 @@ def _rolled(ring: Arrivals, shard: Any, pos: Array) -> _States:
     def arrive(held: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_send(x, c, schedule) for x, c in zip(held, chains, strict=True))
 
-    def consume(states: _States, held: tuple[Any, ...], i: Any) -> _States:
+    def consume(states: States, held: tuple[Any, ...], i: Any) -> States:
         for x, chain in zip(held, chains, strict=True):
             states = ring.consume(states, x, pos, chain.gathered_offset(i))
         return states
 
-    def body(i: Array, carry: tuple[tuple[Any, ...], _States]) -> Any:
+    def body(i: Array, carry: tuple[tuple[Any, ...], States]) -> Any:
         held, states = carry
         return arrive(held), consume(states, held, i)
 
     held = arrive((shard,) * len(chains))
-    states = ring.consume(ring.empty(), shard, pos, 0)
+    ring, states = ring.first(shard, pos)
     if common > 1:
         held, states = lax.fori_loop(1, common, body, (held, states))
     longest = chains[0]
@@ -193,9 +221,10 @@ def _ordered(consumer: Consumer, gathered: Array, local: Array) -> tuple[Array, 
     return (local, gathered) if consumer.gathered_operand else (gathered, local)
 
 
-def _check(
-    shard: Array, locals_: Sequence[Array], consumers: Sequence[Consumer], n: int, dim: int
+def check(
+    shard: Any, locals_: Sequence[Any], consumers: Sequence[Consumer], n: int, dim: int
 ) -> None:
+    """Raise ``OptionError`` where whole local operands do not fit the shard of a ring of ``n``."""
     if len(locals_) != len(consumers):
         raise OptionError(
             f"all_gather_einsum got {len(locals_)} local operands for {len(consumers)} consumers; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ def shard_start(pos: Array, offset: Any, schedule: Schedule, block: int) -> Arra
     return member * pos.dtype.type(block)
 
 
-def take(x: Array, dim: int, start: Array, size: int) -> Array:
+def take(x: Array, dim: int, start: Any, size: int) -> Array:
     """``x[..., start : start + size, ...]`` at ``dim``."""
     return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
@@ -68,7 +69,23 @@ def put(buffer: Array | None, part: Array, dim: int, start: Any, size: int) -> A
     The buffer starts uninitialised: every element of it is written by the end of the ring, and a
     fill with zeros would be a pass over memory of its own.
     """
+    return put_at(buffer, part, ((dim, start, size),))
+
+
+Place = tuple[int, Any, int]
+"""``(dim, start, size)``: where a slice starts in a dimension, which has ``size`` in all."""
+
+
+def put_at(buffer: Array | None, part: Array, places: Sequence[Place]) -> Array:
+    """``put`` with any number of dimensions in which ``part`` is a slice."""
     if buffer is None:
-        shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-        buffer = lax.empty(shape, part.dtype)
-    return lax.dynamic_update_slice_in_dim(buffer, part, start, dim, allow_negative_indices=False)
+        shape = list(part.shape)
+        for dim, _, size in places:
+            shape[dim] = size
+        buffer = lax.empty(tuple(shape), part.dtype)
+    starts: list[Any] = [0] * part.ndim
+    for dim, start, _ in places:
+        starts[dim] = start
+    dtype = jnp.result_type(*(start for _, start, _ in places))
+    starts = [lax.convert_element_type(start, dtype) for start in starts]
+    return lax.dynamic_update_slice(buffer, part, starts, allow_negative_indices=False)

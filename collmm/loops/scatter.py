@@ -40,29 +40,50 @@ def einsum_reduce_scatter(terms: Sequence[Term], scatter_dim: int, schedule: Sch
     Raises ``OptionError`` when the terms do not fit each other or the mesh, or when the
     dimension does not divide into blocks.
     """
-    shape, out_dtype = _check(terms, scatter_dim, schedule.ring_size)
-    block = shape[scatter_dim] // schedule.ring_size
+    block, out_dtype = check(terms, scatter_dim, schedule.ring_size)
     if schedule.ring_size == 1:
         if len(terms) == 1:
             lhs, rhs, partial = terms[0]
             return partial.dot(lhs, rhs)
-        return lax.convert_element_type(_sum_of_terms(terms), out_dtype)
-    parts = scatter_parts(schedule.ring_size, schedule.two_way, block, schedule.accumulators)
-    ring = _Scatter(schedule, tuple(terms), scatter_dim, block, position(schedule))
-    if len(parts) == 1:
-        return lax.convert_element_type(_one_chain(ring, parts[0]), out_dtype)
-    return _out_of_phase(ring, parts, out_dtype)
+        return lax.convert_element_type(sum_of_terms(terms), out_dtype)
+    ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule))
+    return ring.go_round(out_dtype)
 
 
 @dataclass(frozen=True)
-class _Scatter:
-    """One ring: what every step needs besides the accumulator that has arrived."""
+class Scattered:
+    """One ring: what every step needs besides the accumulator that has arrived.
+
+    ``made``: the own shares of the parts of the first block, where they are made already.
+    """
 
     schedule: Schedule
     terms: tuple[Term, ...]
     dim: int
     block: int
     pos: Array
+    made: tuple[Array, ...] | None = None
+
+    def go_round(self, out_dtype: Any) -> Array:
+        """Send the accumulators round the ring and return this device's block."""
+        parts = self.parts
+        if len(parts) == 1:
+            return lax.convert_element_type(_one_chain(self, parts[0]), out_dtype)
+        return _out_of_phase(self, parts, out_dtype)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the block, each with its accumulator."""
+        schedule = self.schedule
+        return scatter_parts(
+            schedule.ring_size, schedule.two_way, self.block, schedule.accumulators
+        )
+
+    def first(self, part: Part) -> Array:
+        """The share with which the accumulator of ``part`` starts."""
+        if self.made is not None:
+            return self.made[self.parts.index(part)]
+        return self.share(part, self.start(part, 0))
 
     def start(self, part: Part, i: Any) -> Array:
         """Where ``part`` of the block to be added at step ``i`` starts."""
@@ -72,8 +93,12 @@ class _Scatter:
 
     def share(self, part: Part, start: Array) -> Array:
         """This device's share of the part at ``start``; depends on no accumulator."""
+        return sum_of_terms(self.cut(self.terms, part, start))
+
+    def cut(self, terms: Sequence[Term], part: Part, start: Array) -> list[Term]:
+        """``terms`` with their operands cut to the part at ``start``."""
         cut = []
-        for lhs, rhs, partial in self.terms:
+        for lhs, rhs, partial in terms:
             einsum = partial.einsum
             label = einsum.out[self.dim]
             if label in einsum.lhs:
@@ -81,7 +106,7 @@ class _Scatter:
             if label in einsum.rhs:
                 rhs = take(rhs, einsum.rhs.index(label), start, part.size)
             cut.append((lhs, rhs, partial))
-        return _sum_of_terms(cut)
+        return cut
 
     def send(self, acc: Array, part: Part) -> Array:
         """Send the accumulator of ``part`` on."""
@@ -112,14 +137,14 @@ class _Scatter:
         return add(arrived, self.share(part, start)), after
 
 
-def _one_chain(ring: _Scatter, part: Part) -> Array:
+def _one_chain(ring: Scattered, part: Part) -> Array:
     """n steps; the first makes the accumulator, each of the others sends and adds."""
 
     def step(i: Any, acc: Array) -> Array:
         return ring.add_apart(ring.send(acc, part), part, i)
 
     n = ring.schedule.ring_size
-    acc = ring.share(part, ring.start(part, 0))
+    acc = ring.first(part)
     if not ring.schedule.unroll:
         return lax.fori_loop(1, n, step, acc)
     for i in range(1, n):
@@ -130,7 +155,7 @@ def _one_chain(ring: _Scatter, part: Part) -> Array:
 _Arrays = tuple[Array, ...]
 
 
-def _out_of_phase(ring: _Scatter, parts: tuple[Part, ...], out_dtype: Any) -> Array:
+def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any) -> Array:
     """Two groups of chains: one is on its way while the other is multiplied, and the reverse.
 
     Group a is half a step ahead. Peeled off the loop: the first step, before which nothing has
@@ -143,7 +168,7 @@ def _out_of_phase(ring: _Scatter, parts: tuple[Part, ...], out_dtype: Any) -> Ar
         return tuple(ring.send(acc, part) for acc, part in zip(accs, group, strict=True))
 
     def first(group: tuple[Part, ...]) -> _Arrays:
-        return send_all(tuple(ring.share(part, ring.start(part, 0)) for part in group), group)
+        return send_all(tuple(ring.first(part) for part in group), group)
 
     def add_all(arrived: _Arrays, group: tuple[Part, ...], i: Any) -> _Arrays:
         pairs = zip(arrived, group, strict=True)
@@ -169,7 +194,7 @@ def _out_of_phase(ring: _Scatter, parts: tuple[Part, ...], out_dtype: Any) -> Ar
     return _finish(ring, parts, (*arrived_a, *arrived_b), out_dtype)
 
 
-def _finish(ring: _Scatter, parts: tuple[Part, ...], arrived: _Arrays, out_dtype: Any) -> Array:
+def _finish(ring: Scattered, parts: tuple[Part, ...], arrived: _Arrays, out_dtype: Any) -> Array:
     """The last step of every chain, rounded and written into one buffer.
 
     A concatenate would copy every part once more. Each part waits for the one before, or the
@@ -184,7 +209,8 @@ def _finish(ring: _Scatter, parts: tuple[Part, ...], arrived: _Arrays, out_dtype
     return result
 
 
-def _sum_of_terms(terms: Sequence[Term]) -> Array:
+def sum_of_terms(terms: Sequence[Term]) -> Array:
+    """The sum of whole einsums, in the accumulation dtype."""
     total = None
     for lhs, rhs, partial in terms:
         part = partial.partial_sum(lhs, rhs)
@@ -193,8 +219,11 @@ def _sum_of_terms(terms: Sequence[Term]) -> Array:
     return total
 
 
-def _check(terms: Sequence[Term], dim: int, n: int) -> tuple[tuple[int, ...], Any]:
-    """The result's whole shape and dtype, the same for all terms."""
+def check(terms: Sequence[tuple[Any, Any, PartialEinsum]], dim: int, n: int) -> tuple[int, Any]:
+    """The size of the blocks of the result and its dtype, the same for all terms.
+
+    Raises ``OptionError`` when the terms do not fit each other or a ring of ``n``.
+    """
     if not terms:
         raise OptionError("einsum_reduce_scatter got no terms; give at least one")
     found = {
@@ -211,4 +240,4 @@ def _check(terms: Sequence[Term], dim: int, n: int) -> tuple[tuple[int, ...], An
         raise OptionError(
             f"dimension {dim} of the result {shape} does not divide into {n} blocks; pad it first"
         )
-    return shape, dtype
+    return shape[dim] // n, dtype
