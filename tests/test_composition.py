@@ -327,8 +327,8 @@ def test_one_decorated_function_under_two_meshes(mesh):
 
     @functools.partial(always)
     def fn(x, up, down):
-        h = jax.lax.with_sharding_constraint(x @ up, P(None, None, "m"))
-        return jax.lax.with_sharding_constraint(jnp.maximum(h, 0) @ down, P(None, "m", None))
+        h = jax.lax.with_sharding_constraint(x @ up, P("d", None, "m"))
+        return jax.lax.with_sharding_constraint(jnp.maximum(h, 0) @ down, P("d", "m", None))
 
     for m in (mesh, other, mesh):
         args = arguments(m)
