@@ -14,6 +14,7 @@ einsums alone.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,8 +38,12 @@ def build(mesh):
     return layer_step(mesh, BATCH, SEQUENCE, MODEL, HIDDEN, HEADS, HEAD)
 
 
-def layer_step(mesh, batch, sequence, model, hidden, heads, head):
-    """The layer and its gradients for a batch of shapes, and those shapes."""
+def layer_step(mesh, batch, sequence, model, hidden, heads, head, keep=None):
+    """The layer and its gradients for a batch of shapes, and those shapes.
+
+    ``keep``: names of the values that the backward pass finds saved, of "context" and "project";
+    all others are computed again. None saves everything.
+    """
     shapes = {
         "query": (model, heads, head),
         "key": (model, heads, head),
@@ -65,7 +70,9 @@ def layer_step(mesh, batch, sequence, model, hidden, heads, head):
         causal = jnp.tril(jnp.ones((sequence, sequence), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1).astype(x.dtype)
         mixed = sharded(jnp.einsum("bhst,bthd->bshd", weights, v), BY_HEAD)
-        return sharded(jnp.einsum("bshd,hdm->bsm", mixed, params["project"]), ACTIVATIONS)
+        mixed = checkpoint_name(mixed, "context")
+        out = sharded(jnp.einsum("bshd,hdm->bsm", mixed, params["project"]), ACTIVATIONS)
+        return checkpoint_name(out, "project")
 
     def feed_forward(params, x):
         up = jax.nn.gelu(jnp.einsum("bsm,mf->bsf", x, params["w_in"]))
@@ -74,6 +81,10 @@ def layer_step(mesh, batch, sequence, model, hidden, heads, head):
     def layer(params, x):
         x = x + attention(params, normalize(x))
         return x + feed_forward(params, normalize(x))
+
+    if keep is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*keep)
+        layer = jax.checkpoint(layer, policy=policy)
 
     def loss(params, x):
         # A constraint holds for the gradient too: that of a weight is scattered like the weight.

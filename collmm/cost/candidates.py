@@ -125,9 +125,11 @@ def _with_inner(
         for axes in dict.fromkeys(c.axes for m in members for c in m.site.loopable)
         if (ring := places(site, axes).ring) is not None
     )
+    others = [(m.site.index, c) for m in members for c in m.site.loopable if c != m.collective]
+    hidden_s = sum(hidden.get(key, ALONE).hidden_s for key in others)
     for schedule in schedules(collective, site.ring_size(collective), chip):
         schedule = dataclasses.replace(schedule, order=order)
-        yield schedule, Inside(rings)
+        yield schedule, Inside(rings, hidden_s=hidden_s)
         for axes in inner_axes:
             size = math.prod(dict(site.axis_sizes)[a] for a in axes)
             place = places(site, axes)
@@ -139,7 +141,7 @@ def _with_inner(
                     ALONE if c is None else hidden.get((m.site.index, c), ALONE)
                     for m, c in zip(members, chosen, strict=True)
                 )
-                yield nested, Inside(rings, behind)
+                yield nested, Inside(rings, behind, hidden_s)
 
 
 def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Schedule]:

@@ -46,7 +46,7 @@ class Estimate:
     Attributes:
       einsum_s: the undecomposed einsum; of all einsums that share the ring.
       collective_s: the collective that is looped, as the compiler runs it, its launch included.
-      others_s: the site's other collectives, which stay as they are.
+      others_s: the site's other collectives, which stay as they are, less what is hidden of them.
       hidden_s: the part of ``collective_s`` that other work of the program hides already.
       steps: partial einsums of one site.
       step_einsum_s: one step's partial einsums of all that share the ring, in the middle of it.
@@ -178,7 +178,7 @@ def estimate(
     return Estimate(
         einsum_s=einsum_s,
         collective_s=collective_s,
-        others_s=sum(plain_s(c, ring_of(c)) for c in others),
+        others_s=max(0.0, sum(plain_s(c, ring_of(c)) for c in others) - inside.hidden_s),
         hidden_s=min(hidden_s, collective_s),
         steps=loop.steps,
         step_einsum_s=loop.einsum_s,

@@ -27,10 +27,12 @@ class Inside:
     Attributes:
       rings: (axes, links) of the collectives that are not looped, as far as they are known.
       behind: of each einsum on the outer ring, how its inner collective stands to other work.
+      hidden_s: seconds of the collectives that are not looped that other work hides.
     """
 
     rings: tuple[tuple[tuple[str, ...], Ring], ...] = ()
     behind: tuple[Behind, ...] = ()
+    hidden_s: float = 0.0
 
     def ring(self, axes: tuple[str, ...]) -> Ring | None:
         """The links of the ring over ``axes``; None where nothing is known of them."""
