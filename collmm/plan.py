@@ -394,7 +394,9 @@ def _of_member(c: Candidate, site: EinsumSite, collective: Collective) -> Candid
 
 
 def _hidden(sites: Sequence[EinsumSite], chip: Chip, places: Places) -> Hidden:
-    """Return what other einsums hide of each collective already."""
+    """Return what other einsums hide of each collective already, where the compiler does that."""
+    if not chip.early_gathers:
+        return {}
     einsum_s = {s.index: time_of(product_of(s), chip).seconds for s in sites if s.axis_sizes}
     collective_s = {}
     for site in sites:

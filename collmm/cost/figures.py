@@ -192,6 +192,8 @@ class Chip:
         scatter_share: the same for a reduce-scatter.
         shape: what an einsum's shape costs beyond its roofline; None where that is not known.
         table: the share of the peak by shape, where that is known instead.
+        early_gathers: whether the compiler starts an all-gather as soon as its operand is there and
+            runs it behind the einsums that stand before its own; where it does not, nothing hides.
     """
 
     name: str
@@ -220,6 +222,7 @@ class Chip:
     scatter_share: Figure | None = None
     shape: EinsumShape | None = None
     table: EinsumTable | None = None
+    early_gathers: bool = True
 
     def share(self, name: str) -> float:
         """``permute_share`` or ``scatter_share`` as a number."""

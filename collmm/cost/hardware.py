@@ -64,6 +64,7 @@ _UNITS = {
 }
 _SHARES = ("permute_share", "scatter_share")
 _FIGURES = ("hbm_capacity", "clock", "hop_latency", "launch", "step_launch", *_SHARES)
+_SWITCHES = ("early_gathers",)
 _COUNTS = ("domain", "torus_dims", "devices_per_chip", "matrix_tile")
 
 
@@ -75,8 +76,9 @@ def load_profile(
     The file holds one object: chip name -> fields. A name that exists is overridden field by
     field; a new one names the row it starts from in ``"base"``. A field is a number in SI units, or
     ``{"value": number, "source": text}``; a rate may also give ``"nominal"`` besides ``"value"``
-    (flop/s or bytes/s; ``value`` is what is achieved). Counts are whole numbers. ``"wrap"`` is
-    ``{"exact": n}``, ``{"multiple": n}`` or ``{}`` (not known)::
+    (flop/s or bytes/s; ``value`` is what is achieved). Counts are whole numbers,
+    ``"early_gathers"`` is true or false. ``"wrap"`` is ``{"exact": n}``, ``{"multiple": n}`` or
+    ``{}`` (not known)::
 
         {"lab": {"base": "h100", "link": {"value": 3.1e11, "source": "nccl-tests, rack 4"}}}
 
@@ -122,15 +124,19 @@ def _row(where: str, name: str, fields: Any, rows: Mapping[str, Chip]) -> Chip:
     return dataclasses.replace(rows[base], name=name, **changes)
 
 
-def _field(where: str, key: str, value: Any) -> Rate | Figure | WrapRule | int:
+def _field(where: str, key: str, value: Any) -> Rate | Figure | WrapRule | int | bool:
     if key in _COUNTS:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise OptionError(f"{where} must be a whole number, not {value!r}")
         return value
+    if key in _SWITCHES:
+        if not isinstance(value, bool):
+            raise OptionError(f"{where} must be true or false, not {value!r}")
+        return value
     if key == "wrap":
         return _wrap(where, value)
     if key not in _UNITS:
-        valid = {*_UNITS, *_COUNTS, "wrap", "base"}
+        valid = {*_UNITS, *_COUNTS, *_SWITCHES, "wrap", "base"}
         raise OptionError(f"{where} is no field of a chip; {nearest(key, tuple(valid))}")
     parts = value if isinstance(value, dict) else {"value": value}
     known = {"value", "source"} if key in _FIGURES else {"value", "source", "nominal"}

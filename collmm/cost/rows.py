@@ -45,6 +45,9 @@ def _tpu(name: str, bf16: Rate, **fields) -> Chip:
         "step_launch": _LAUNCH_LIKE_V5E,
         "matrix_tile": 128,
         "shape": SHAPES.get(name),
+        # libtpu 0.0.50 compiles all-gathers that wait for nothing as synchronous ones for v4, v5p,
+        # v6e and tpu7x, and for v5e inside the einsums before them.
+        "early_gathers": False,
     }
     return Chip(name=name, kind="tpu", bf16=bf16, **{**defaults, **fields})
 
@@ -94,6 +97,7 @@ _TPUS = (
         clock=Figure(1.5e9, "Hz", "derived: 197 TFLOP/s on 4 MXUs of 128x128"),
         launch=_LAUNCH_V5E,
         step_launch=_LAUNCH_V5E,
+        early_gathers=True,
     ),
     _tpu(
         "v5p",

@@ -63,6 +63,16 @@ def take(x: Array, dim: int, start: Any, size: int) -> Array:
     return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
 
+def take_apart(x: Array, dim: int, start: Array, size: int) -> Array:
+    """``take``, and on a TPU in a kernel of its own.
+
+    Fused into an einsum that sums over ``dim``, libtpu's slice keeps the whole depth in one tile:
+    the tile of the result shrinks, and the operands are read that much oftener.
+    """
+    part = take(x, dim, start, size)
+    return lax.platform_dependent(part, tpu=lax.optimization_barrier, default=lambda x: x)
+
+
 def put(buffer: Array | None, part: Array, dim: int, start: Any, size: int) -> Array:
     """Write ``part`` at ``start`` of ``dim`` of a buffer of ``size``, made here if there is none.
 

@@ -89,6 +89,37 @@ def test_a_program_that_does_not_fit_says_by_how_much(tmp_path, capsys):
         assert "more than the 15.8 GiB of the device" in out
 
 
+LARGE_SUM = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+MESH = {"data": 2, "model": 4}
+
+def build(mesh):
+    def on(*axes):
+        return NamedSharding(mesh, P(*axes))
+    def array(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=on(*axes))
+    def step(x, w):
+        x = jax.lax.with_sharding_constraint(x, on("data", None, None))
+        return jnp.einsum("bsm,mf->bsf", x, w)
+    x = array((16, 1024, 8192), "data", None, "model")
+    return step, (x, array((8192, 32768), None, "model"))
+"""
+
+
+def test_a_sum_over_shards_that_fits_no_chip_costs_no_more_than_the_whole_einsum(tmp_path):
+    """8192 x 8192 float32 on each device, read and written by each of four steps."""
+    path = tmp_path / "large_sum.py"
+    path.write_text(LARGE_SUM)
+    done = audited(path, "tpu:v5e:2x4")
+    whole, loop = (done[title].prediction.timeline for title in (UNDECOMPOSED, OVERLAPPED))
+    assert loop.exposed == 0
+    assert loop.compute < 1.02 * whole.compute
+    assert loop.step < 0.9 * whole.step
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "target"), [("gpt_64b.py", "tpu:v4:4x4x8"), ("gpt_512b.py", "tpu:v4:8x8x16")]
