@@ -12,8 +12,9 @@ Assumed:
 * MFU counts ``72 tokens d^2 + 12 tokens sequence d`` operations a layer, forward and backward, the
   scores in full; what remat computes again takes time and is not counted.
 * A layer's time is the sum of its einsums and collectives as they are planned, less what is hidden,
-  and the passes over the attention scores, which no einsum's own traffic holds: ``PASSES`` reads
-  and writes of bfloat16 scores at the achievable bandwidth. Other elementwise work is taken to fuse.
+  and the passes over the attention scores, which no einsum's own traffic holds: reads and writes
+  of bfloat16 scores (``FORWARD_PASSES``, ``BACKWARD_PASSES``) at the achievable bandwidth. Other
+  elementwise work is taken to fuse.
 * The published system is taken to overlap where the plan does.
 """
 
@@ -161,7 +162,8 @@ def _planned_s(plan: Plan) -> float:
 def _example() -> types.ModuleType:
     path = pathlib.Path(__file__).parents[1] / "examples" / "gpt_layer_2d.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -169,14 +171,16 @@ def _example() -> types.ModuleType:
 
 def text(found: list[Row]) -> str:
     """Return the table."""
-    lines = ["model   mesh    loops     layer   einsums   scores     step  MFU predicted  published"]
+    lines = [
+        "model   mesh    loops     layer   einsums   scores     step  predicted  published MFU"
+    ]
     for r in found:
         mesh = "x".join(map(str, r.model.mesh))
         published = "-" if r.error is None else f"{r.model.mfu:.1f} % ({r.error:+.1f})"
         lines.append(
-            f"{r.model.name:6s}  {mesh:6s}  {r.rewritten:2d}/{r.einsums:2d}  {1e3 * r.layer_s:5.0f} ms"
-            f"  {1e3 * r.einsums_s:5.0f} ms  {1e3 * r.scores_s:4.0f} ms  {r.step_s:5.1f} s"
-            f"  {r.mfu:11.1f} %  {published}"
+            f"{r.model.name:6s}  {mesh:6s}  {r.rewritten:2d}/{r.einsums:2d}"
+            f"  {1e3 * r.layer_s:5.0f} ms  {1e3 * r.einsums_s:5.0f} ms  {1e3 * r.scores_s:4.0f} ms"
+            f"  {r.step_s:5.1f} s  {r.mfu:7.1f} %  {published}"
         )
     return "\n".join(lines)
 

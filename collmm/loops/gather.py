@@ -111,6 +111,7 @@ def go_round(ring: Ring, shard: Any) -> States:
     run = _unrolled if ring.schedule.unroll else _rolled
     return run(ring, shard, position(ring.schedule))
 
+
 # Bytes of a sum beyond which libtpu's tiles suffer from a slice that is fused; as seen for v5e,
 # where both ways take the same at this size, v5p and v6e. On v4 the fused one is 2 % faster.
 _LARGE_SUM = 128 * 2**20
