@@ -293,3 +293,25 @@ def test_rings_over_the_same_axes_or_the_same_dimension_are_not_nested():
     for d in plan.decisions:
         assert all(c.kind == ALL_GATHER or c.operand is None for c in d.site.collectives)
         assert not any(c.schedule.nested for c in d.candidates)
+
+
+def test_explicit_axes_keep_their_types():
+    mesh = mesh_of(data=2, model=4)
+    explicit = jax.sharding.AxisType.Explicit
+    typed = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(explicit,) * 2)
+    _, (x, w, _) = mlp(mesh)
+    x, w = (jax.device_put(np.asarray(a), on(typed, *a.sharding.spec)) for a in (x, w))
+
+    @scoped
+    def fn(x, w):
+        x = jax.sharding.reshard(x, P("data", None, None))
+        w = jax.sharding.reshard(w, P(None, "model"))
+        return jnp.einsum("bsd,df->bsf", x, w)
+
+    with jax.set_mesh(typed):
+        o = nested(jax.jit(fn))
+        assert inner_of(o.plan(x, w)) == ["all-gather rhs[0] over data"]
+        got, want = o(x, w), jax.jit(fn)(x, w)
+        assert got.sharding == want.sharding
+        assert_equal_trees(got, want)
+        assert collectives(o, x, w)["all-gather"] == 0
