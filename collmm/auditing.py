@@ -143,11 +143,16 @@ def audit_file(
         it does.
 
     Raises HloError for a text that cannot be read or is not scheduled, TargetError or OptionError
-    where the target or mesh does not hold its devices.
+    where the target or mesh does not hold its devices or another kind of compiler wrote the text.
     """
     module = parse(path)
     module.require_schedule()
     count = module.num_partitions * module.replica_count
+    if target is not None and module.compiler not in (None, target.kind):
+        raise TargetError(
+            f"{os.fspath(path)} was compiled for a {module.compiler.upper()} and {target.name} is "
+            "another kind of target; give the one it was compiled for"
+        )
     if target is not None and target.device_count != count:
         raise TargetError(
             f"{target.name} has {target.device_count} devices and {os.fspath(path)} was compiled "
@@ -160,6 +165,16 @@ def audit_file(
     notes = list(prediction.notes)
     if target is None:
         notes.append("without a target there are no link times: name one, such as tpu:v5e:2x4")
+    elif target.kind != "cpu" and module.compiler is None:
+        notes.append(
+            f"nothing in the text says that it was compiled for a {target.kind.upper()}; if it was "
+            "not, that compiler's schedule is another one"
+        )
+    if target is not None and target.kind == "tpu" and axes is None:
+        notes.append(
+            "the text does not spell its mesh: its devices are taken in the order of the target; "
+            f"where a mesh lays them otherwise, as rings do, name it, such as --mesh=x={count}"
+        )
     if spelled is not None:
         shown = " x ".join(f"{name}={size}" for name, size in spelled.items())
         notes.append(f"the mesh is taken to be {shown}, as the text spells it")

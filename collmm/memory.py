@@ -35,7 +35,7 @@ class Memory:
       arguments, outputs, temporaries, code: what it is the sum of: outputs that reuse an argument's
         buffer count with the argument, the gaps between temporaries with these. None where the
         compiler gave up.
-      gathered: the most that results of all-gathers hold at one time.
+      gathered: the most that results of all-gathers hold at one time in main memory.
       collectives: the same of permutes, reductions and all-to-alls. Both are part of the
         temporaries or outputs; None where there is no schedule.
       capacity: of the device; None where it is not known.
@@ -129,11 +129,11 @@ def overflow_of(error: Exception) -> Memory | None:
 def table(rows: Mapping[str, Memory]) -> str:
     """Return the memory of programs as a table, and a line for each that does not fit.
 
-    >>> print(table({"original": Memory(3 * 2**30, 2**30, 2**30, 2**30, 0, 2**29, 0, 2**31)}))
-    memory    peak     arguments  outputs  temporaries  of them gathered  other collectives
-    --------  -------  ---------  -------  -----------  ----------------  -----------------
-    original  3.0 GiB  1.0 GiB    1.0 GiB  1.0 GiB      512.0 MiB         0 B
-    original does not fit: 1.0 GiB more than the 2.0 GiB of the device
+    >>> print(table({"before": Memory(3 * 2**30, 2**30, 2**30, 2**30, 0, 2**29, 0, 2**31)}))
+    memory  peak                arguments  outputs  temporaries  of them gathered  other collectives
+    ------  ------------------  ---------  -------  -----------  ----------------  -----------------
+    before  3.0 GiB of 2.0 GiB  1.0 GiB    1.0 GiB  1.0 GiB      512.0 MiB         0 B
+    before does not fit: 1.0 GiB more than the 2.0 GiB of the device
     """
     headers = (
         *("memory", "peak", "arguments", "outputs", "temporaries"),
@@ -143,6 +143,8 @@ def table(rows: Mapping[str, Memory]) -> str:
     for title, m in rows.items():
         parts = (m.arguments, m.outputs, m.temporaries, m.gathered, m.collectives)
         peak = ("" if m.compiled else ">= ") + report.human_bytes(m.peak)
+        if m.capacity is not None:
+            peak += f" of {report.human_bytes(m.capacity)}"
         cells.append((title, peak, *("-" if p is None else report.human_bytes(p) for p in parts)))
     lines = [report.table(headers, cells)]
     for title, m in rows.items():

@@ -153,6 +153,33 @@ def test_without_a_target_only_the_structure_is_judged(capsys):
     assert " ms predicted" not in out
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "wrote"),
+    [
+        ("v5e-jax012-mlp", "gpu:h100:8", "TPU"),
+        ("v5e-jax012-mlp", "cpu:8", "TPU"),
+        ("gpu-jax012-mlp", "tpu:v5e:2x4", "GPU"),
+        ("gpu-jax012-mlp", "cpu:8", "GPU"),
+    ],
+)
+def test_a_text_of_another_compiler_than_the_targets_is_refused(capsys, name, target, wrote):
+    message = refused(capsys, FIXTURES / f"{name}.hlo", f"--target={target}")
+    assert f"was compiled for a {wrote} and {target} is another kind of target" in message
+
+
+def test_a_text_that_does_not_say_who_wrote_it_is_read_with_a_warning(capsys):
+    out = audited(capsys, FIXTURES / "cpu-jax012-mlp.hlo", "--target=gpu:h100:8")
+    assert "nothing in the text says that it was compiled for a GPU" in out
+
+
+def test_where_the_devices_of_a_tpu_lie_is_asked_for(capsys, tmp_path):
+    path = tmp_path / "ring.hlo"
+    path.write_bytes(gzip.decompress((FIXTURES / "v5e-jax012-unrolled.hlo.gz").read_bytes()))
+    note = "the text does not spell its mesh: its devices are taken in the order of the target"
+    assert note in audited(capsys, path, "--target=tpu:v5e:2x4")
+    assert note not in audited(capsys, path, "--target=tpu:v5e:2x4", "--mesh=model=8")
+
+
 def test_the_mesh_that_the_text_spells_names_the_axes(capsys):
     out = audited(capsys, FIXTURES / "v5e-jax012-mlp.hlo")
     assert "the mesh is taken to be axis_0=8, as the text spells it" in out

@@ -490,6 +490,26 @@ def test_live_results_end_with_their_last_reader():
     assert (live.gathered, live.others) == (2 * 64 * 4, 8 * 4)
 
 
+def test_results_in_the_on_chip_memory_of_a_tpu_hold_no_main_memory():
+    body = """
+    ENTRY %main (p: f32[8]) -> f32[64] {
+      %p = f32[8]{0:T(128)} parameter(0)
+      %g = f32[64]{0:T(128)S(1)} all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}
+      %s = (f32[8]{0}, f32[8]{0:T(128)S(1)}) collective-permute-start(%p), channel_id=2, PAIRS
+      %d = f32[8]{0:T(128)S(1)} collective-permute-done(%s)
+      %u = f32[64]{0:T(128)} negate(%g)
+      %h = f32[16]{0:T(128)} all-gather(%d), channel_id=3, replica_groups={}, dimensions={0}
+      ROOT %r = f32[64]{0:T(128)} negate(%u)
+    }
+    """.replace("PAIRS", "source_target_pairs={{0,1},{1,0}}")
+    layout = "entry_computation_layout={(f32[8]{0:T(128)})->f32[64]{0:T(128)}}"
+    live = live_results(parse(hlo(body, header=f"is_scheduled=true, {layout}")))
+    assert (live.gathered, live.others) == (16 * 4, 0)
+    # Space 1 of a GPU is main memory.
+    live = live_results(parse(hlo(body)))
+    assert (live.gathered, live.others) == (64 * 4, 8 * 4)
+
+
 def test_an_unscheduled_text_has_no_live_results():
     with pytest.raises(HloError, match="is_scheduled"):
         live_results(parse(stored("cpu-jax012-mlp").replace("is_scheduled=true, ", "")))

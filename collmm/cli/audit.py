@@ -76,6 +76,8 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
         if not timelines:
             raise OptionError("--plot: there is no schedule with times; give a tpu or gpu --target")
         plot(timelines, values.plot)
+        if not values.json:
+            print(f"\ndrew {values.plot}")
     if folder is not None:
         files = {f"{_file_name(title)}.hlo.txt": text for title, text in texts.items()}
         files |= {"audit.txt": f"{shown}\n", "audit.json": json.dumps(document, indent=1) + "\n"}

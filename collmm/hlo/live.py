@@ -1,7 +1,8 @@
 """How much memory the results of collectives hold at once, going by the schedule.
 
 A value is live from the instruction that makes it (a start, where there is one) to the last that
-reads it or a value that shares its buffer.
+reads it or a value that shares its buffer. A result that the TPU compiler lays in on-chip memory
+(``S(1)``) takes none of the chip's main memory and is not counted.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collmm.hlo.events import Events, Role
-from collmm.hlo.instruction import Computation
+from collmm.hlo.instruction import Computation, Instruction
 from collmm.hlo.parse import Module
 
 # Values that live in the buffer of their operand.
@@ -25,7 +26,7 @@ class Live:
 
 
 def live_results(module: Module) -> Live:
-    """The most that results of collectives hold at once in a scheduled module.
+    """The most main memory that results of collectives hold at once in a scheduled module.
 
     ``gathered`` are the results of all-gathers, ``others`` those of permutes, reductions and
     all-to-alls. The two peaks may be at different times. What a loop or call holds adds to what is
@@ -40,6 +41,8 @@ class _Counter:
     def __init__(self, module: Module):
         self.module = module
         self.events = Events(module)
+        # The GPU compiler's S(1) is main memory, registered with the links.
+        self.on_chip = module.compiler == "tpu"
         self._peaks: dict[str, Live] = {}
 
     def peak(self, name: str) -> Live:
@@ -53,6 +56,8 @@ class _Counter:
         for at, event in enumerate(self.events.of(computation)):
             i = event.instruction
             if event.role in (Role.START, Role.SYNC) and event.collective is not None:
+                if self.on_chip and _on_chip(computation, i):
+                    continue
                 gather = event.collective.kind == "all-gather"
                 made.append((at, event.collective.result_bytes, gather, i.name))
             elif event.role is Role.CALL:
@@ -72,6 +77,13 @@ class _Counter:
             gathered[at] += live.gathered
             others[at] += live.others
         return Live(max(gathered, default=0), max(others, default=0))
+
+
+def _on_chip(computation: Computation, i: Instruction) -> bool:
+    """Whether the result of a collective, or of the start ``i`` of one, lies in on-chip memory."""
+    done = computation.done_of(i) if i.opcode.endswith("-start") else None
+    spaces = {leaf.memory_space for leaf in (done or i).shape.leaves() if leaf.dtype != "token"}
+    return spaces == {1}
 
 
 def _last_uses(computation: Computation) -> dict[str, int]:

@@ -111,6 +111,19 @@ class Module:
         """Replicas the program runs on; 1 when the header names none."""
         return int(self.attrs.get("replica_count", "1"))
 
+    @property
+    def compiler(self) -> str | None:
+        """``"tpu"`` or ``"gpu"`` where the header shows whose text it is, else None.
+
+        The TPU compiler tiles every array of the entry's layout; the GPU compiler leaves the
+        fingerprint of the module before its scheduler.
+        """
+        if ":T(" in self.attrs.get("entry_computation_layout", ""):
+            return "tpu"
+        if "fingerprint_before_lhs=" in self.attrs.get("frontend_attributes", ""):
+            return "gpu"
+        return None
+
     def require_schedule(self) -> None:
         """Raise HloError unless the text is scheduled."""
         if not self.is_scheduled:
