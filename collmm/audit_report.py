@@ -40,6 +40,9 @@ class Audited:
     failure: str = ""
 
 
+_RULE = "by the published rule, which a plan refines by what smaller einsums and more kernels lose"
+
+
 def text(programs: Sequence[Audited], width: int = 80) -> str:
     """Return the whole audit: totals, each program's collectives and schedule, memory, sources."""
     parts = [totals(programs)]
@@ -160,7 +163,7 @@ def _program(p: Audited, width: int) -> str:
     if prediction.timeline is not None:
         lines += ["", gantt(prediction.timeline, width)]
     if prediction.candidates:
-        lines += ["", "exposed beside an einsum, could be overlapped:"]
+        lines += ["", f"exposed beside an einsum, could be overlapped; {_RULE}:"]
         lines.append(_candidates(prediction.candidates))
     return "\n".join(lines)
 

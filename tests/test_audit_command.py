@@ -131,7 +131,7 @@ def test_a_text_is_audited_with_its_links(capsys, tmp_path):
     assert "gpu-jax012-mlp.hlo: module jit_mlp, gpu:h100:8" in out
     totals = next(line for line in out.splitlines() if line.startswith("gpu-jax012-mlp.hlo  "))
     assert totals.endswith("2 exposed")
-    assert "exposed beside an einsum, could be overlapped" in out
+    assert "exposed beside an einsum, could be overlapped; by the published rule" in out
     assert "would save, predicted" in out
     assert "model x8" in out
     assert "the compiler's exec_time_us" in out

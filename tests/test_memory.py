@@ -111,9 +111,11 @@ def test_the_table_says_by_how_much_a_program_does_not_fit():
     }
     lines = table(rows).splitlines()
     assert lines[0].split() == [
-        *("memory", "peak", "arguments", "outputs", "temporaries"),
+        *("memory", "peak", "arguments", "outputs", "code", "temporaries"),
         *("of", "them", "gathered", "other", "collectives"),
     ]
+    # The parts make the peak: 3 = 1 + 1 + 0 + 1.
+    assert lines[2].split()[6:13] == ["1.0", "GiB", "1.0", "GiB", "0", "B", "1.0"]
     assert lines[2].startswith("before   3.0 GiB of 4.0 GiB")
     assert lines[4].startswith("refused  >= 6.0 GiB of 4.0 GiB")
     assert lines[5:] == [

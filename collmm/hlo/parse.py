@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,7 +177,21 @@ class Module:
             for k, text in enumerate(self.text(name).split("\n"))
             if text and not text.isspace()
         ]
-        return Computation(name, span.line, span.is_entry, spelled_out(instructions))
+        _check_operands(name, spelled := spelled_out(instructions))
+        return Computation(name, span.line, span.is_entry, spelled)
+
+
+def _check_operands(name: str, instructions: Sequence[Instruction]) -> None:
+    """Raise HloError where an operand is not defined before it is used, as it is in all HLO."""
+    known: set[str] = set()
+    for i in instructions:
+        for operand in i.operands:
+            if operand not in known:
+                raise HloError(
+                    f"line {i.line}: {i.name!r} uses {operand!r}, which computation {name} does "
+                    "not define before it"
+                )
+        known.add(i.name)
 
 
 def parse(text_or_path: str | os.PathLike) -> Module:

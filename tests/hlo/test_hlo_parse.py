@@ -289,9 +289,24 @@ def test_an_element_that_a_tuple_lacks_is_named_with_its_line(operand, message):
 
 
 def test_an_element_of_what_is_not_defined_is_named():
-    entry = parse(hlo(ELEMENTS.replace("%p#1", "%q#1"))).entry
-    with pytest.raises(HloError, match=r"uses 'q#1' and does not define it"):
-        entry.operands(entry["b"])
+    with pytest.raises(HloError, match="line 6: 'b' uses 'q#1', which computation main does not"):
+        parse(hlo(ELEMENTS.replace("%p#1", "%q#1"))).entry  # noqa: B018
+
+
+@pytest.mark.parametrize("operand", ["nowhere", "later"])
+def test_an_operand_that_nothing_before_it_defines_is_named_with_its_line(operand):
+    text = hlo("""
+        ENTRY %main (p: f32[8]) -> f32[8] {
+          %p = f32[8]{0} parameter(0)
+          %x = f32[8]{0} negate(%OPERAND)
+          %later = f32[8]{0} negate(%p)
+          ROOT %r = f32[8]{0} add(%x, %later)
+        }
+    """)
+    message = f"line 5: 'x' uses {operand!r}, which computation main does not define before it"
+    with pytest.raises(HloError, match=message):
+        parse(text.replace("OPERAND", operand)).entry  # noqa: B018
+    assert len(parse(text.replace("OPERAND", "p")).entry) == 4
 
 
 def test_a_computation_that_is_not_there_is_named_with_the_line_that_needs_it():
