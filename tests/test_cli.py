@@ -319,6 +319,12 @@ def test_an_error_of_the_users_own_code_passes_through(gather):
     assert str(e.traceback[-1].path) == str(gather)
 
 
+def test_an_interrupt_is_one_line_and_status_130(gather, capsys):
+    gather.write_text(GATHER.replace("return x @ w", "raise KeyboardInterrupt"))
+    assert run(["dump", str(gather)]) == 130
+    assert capsys.readouterr().err == "collmm dump: interrupted\n"
+
+
 # --- COLLMM_DUMP_TO ---
 
 SCRIPT = """

@@ -1,6 +1,7 @@
 """The entry point: find the command, read its flags, run it, turn errors into one line.
 
-Exit status: 0 ok, 1 a check failed, 2 bad input. What a user's own program raises is not caught.
+Exit status: 0 ok, 1 a check failed, 2 bad input, 130 interrupted. What a user's own
+program raises is not caught.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COMMANDS: dict[str, Command] = {
         targets.COMMAND,
     )
 }
-OK, BAD_INPUT = 0, 2
+OK, BAD_INPUT, INTERRUPTED = 0, 2, 130
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +59,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         return status
     except CollmmError as e:
         return _fail(f"collmm {command.name}", str(e))
+    except KeyboardInterrupt:
+        print(f"collmm {command.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader, such as head, has enough. Nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
