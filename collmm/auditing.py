@@ -170,6 +170,12 @@ def audit_file(
             f"nothing in the text says that it was compiled for a {target.kind.upper()}; if it was "
             "not, that compiler's schedule is another one"
         )
+    line = prediction.timeline
+    if module.compiler == "tpu" and line is not None and not line.complete:
+        notes.append(
+            "the TPU compiler writes the last of its figures when it makes code: where this is the "
+            "*after_optimizations.txt of a dump, take the *after_codegen.txt beside it"
+        )
     if target is not None and target.kind == "tpu" and axes is None:
         notes.append(
             "the text does not spell its mesh: its devices are taken in the order of the target; "
@@ -201,7 +207,9 @@ def is_program(path: str | os.PathLike[str]) -> bool:
     """
     path = pathlib.Path(path)
     if path.is_dir():
-        inside = sorted(p.name for p in path.glob("*after_optimizations.txt"))
+        # A TPU's dump has both, and all of the figures in the former only.
+        kinds = ("*after_codegen.txt", "*after_optimizations.txt")
+        inside = [name for kind in kinds for name in sorted(p.name for p in path.glob(kind))]
         hint = f"such as {inside[0]}" if inside else "such as *after_optimizations.txt"
         raise HloError(f"{path} is a folder; name a program file or a text in it, {hint}")
     if path.suffix == ".py":

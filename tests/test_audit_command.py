@@ -180,6 +180,16 @@ def test_where_the_devices_of_a_tpu_lie_is_asked_for(capsys, tmp_path):
     assert note not in audited(capsys, path, "--target=tpu:v5e:2x4", "--mesh=model=8")
 
 
+def test_a_tpu_text_without_all_figures_names_the_one_that_has_them(capsys, tmp_path):
+    note = "take the *after_codegen.txt beside it"
+    assert note not in audited(capsys, FIXTURES / "v5e-jax012-mlp.hlo", "--target=tpu:v5e:2x4")
+    path = tmp_path / "m.after_optimizations.txt"
+    text = stored("v5e-jax012-mlp")
+    # As a dump has it: of a fusion no figure yet.
+    path.write_text(re.sub(r'"estimated_cycles":"\d+"', '"estimated_cycles":""', text))
+    assert note in audited(capsys, path, "--target=tpu:v5e:2x4")
+
+
 def test_the_mesh_that_the_text_spells_names_the_axes(capsys):
     out = audited(capsys, FIXTURES / "v5e-jax012-mlp.hlo")
     assert "the mesh is taken to be axis_0=8, as the text spells it" in out
@@ -265,6 +275,8 @@ def test_what_is_no_text_is_one_line(capsys, tmp_path):
     assert folder.endswith(
         "is a folder; name a program file or a text in it, such as m.gpu_after_optimizations.txt"
     )
+    (tmp_path / "n.after_codegen.txt").write_text("x")
+    assert refused(capsys, tmp_path).endswith("such as n.after_codegen.txt")
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ COMMAND = Command(
     second time, with the compiler's own decomposition of collectives and einsums off.
 
     FILE is optimized HLO text, from collmm dump or from anybody's --xla_dump_to
-    (*after_optimizations.txt). Exposed collectives that stand next to an einsum are listed with
+    (*after_optimizations.txt; of a TPU *after_codegen.txt, which has all of the compiler's
+    figures). Exposed collectives that stand next to an einsum are listed with
     what overlapping them would save.
 
     For each collective: its bytes per device, its ring or groups, the line it comes from, what

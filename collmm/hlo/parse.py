@@ -130,7 +130,8 @@ class Module:
             raise HloError(
                 "line 1: expected is_scheduled=true in the HloModule line; this text is not "
                 "scheduled, so it does not say what runs when: give the optimized module "
-                "(compiled.as_text(), or the *after_optimizations.txt of an XLA dump)"
+                "(compiled.as_text(), or of an XLA dump the *after_codegen.txt for a TPU, else the "
+                "*after_optimizations.txt)"
             )
 
     def text(self, name: str) -> str:
