@@ -153,7 +153,8 @@ def _plan_program(
         return _with_decisions(planned(found), done)
 
     def with_results(program: Captured, mesh: Any) -> Captured:
-        pinned = pin_results(program.closed, results, out_shardings, mesh)
+        others = [m for m in meshes.values() if isinstance(m, jax.sharding.Mesh)]
+        pinned = pin_results(program.closed, results, out_shardings, [mesh, *others])
         return dataclasses.replace(program, closed=pinned)
 
     def price(site: EinsumSite, collective: Collective, schedule: Schedule) -> Estimate:

@@ -66,14 +66,16 @@ def next_sums(plan: Plan, done: Collection[int]) -> set[int]:
     return {d.site.index for d in most}
 
 
-def pin_results(closed: Any, specs: Sequence[Spec | None], given: Sequence[Any], mesh: Any) -> Any:
+def pin_results(
+    closed: Any, specs: Sequence[Spec | None], given: Sequence[Any], meshes: Sequence[Any]
+) -> Any:
     """Return ``closed`` with its results constrained to the shardings they had.
 
     Args:
       closed: the program.
       specs: the sharding of each flat result before the rewrite; None where it cannot be said.
       given: the shardings that the caller asked for; these need no pin.
-      mesh: the mesh of ``specs``.
+      meshes: those of the program; a result is pinned on the first that has its axes.
     """
     jaxpr = closed.jaxpr
     eqns, outvars = list(jaxpr.eqns), []
@@ -81,6 +83,11 @@ def pin_results(closed: Any, specs: Sequence[Spec | None], given: Sequence[Any],
         literal = isinstance(var, _jax.Literal)
         typed = not literal and _jax.typed_sharding(var.aval) is not None
         if literal or typed or spec is None or sharding is not None or not var.aval.shape:
+            outvars.append(var)
+            continue
+        names = {name for axes in spec for name in axes}
+        mesh = next((m for m in meshes if names <= set(m.axis_names)), None)
+        if mesh is None:
             outvars.append(var)
             continue
         wanted = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))

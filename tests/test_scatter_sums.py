@@ -103,6 +103,35 @@ def test_shardings_of_results_stay_what_they_were(policy):
         assert g.sharding.is_equivalent_to(w.sharding, g.ndim)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_results_on_another_mesh_stay_where_they_were(backward):
+    flat = jax.sharding.Mesh(MESH.devices.reshape(-1), ("all",))
+
+    def on(mesh, *spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def step(x, w, v):
+        h = jax.lax.with_sharding_constraint(x @ w, on(MESH, "data", "tp"))
+        h = jax.lax.with_sharding_constraint(h, on(flat, "all", None))
+        return jax.lax.with_sharding_constraint(h @ v, on(flat, None, "all")), h
+
+    def loss(*args):
+        return sum((y * y).sum() for y in step(*args))
+
+    fn = jax.jit(jax.grad(loss, argnums=(0, 1, 2)) if backward else step)
+    args = (
+        put(ints(0, 16, 32), ("data", "tp"), None),
+        put(ints(1, 32, 64), None, "tp"),
+        jax.device_put(ints(2, 64, 64), on(flat, None, "all")),
+    )
+    o = always(fn)
+    assert {axis for d in o.plan(*args).rewritten for axis in d.collective.axes} >= {"tp", "all"}
+    got, want = o(*args), fn(*args)
+    assert_equal_trees(got, want)
+    for g, w in zip(got, want, strict=True):
+        assert g.sharding.is_equivalent_to(w.sharding, g.ndim)
+
+
 def test_a_mesh_in_the_type_is_left_alone():
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.sharding.Mesh(MESH.devices, MESH.axis_names, axis_types=kinds)
