@@ -245,7 +245,8 @@ class Target:
         shapes = ["x".join(map(str, shape)) for shape in itertools.islice(fits, _SHOWN_SHAPES + 1)]
         if len(shapes) > _SHOWN_SHAPES:
             shapes[-1] = "..."
-        return f"; {axes} axes can be {', '.join(shapes)}" if shapes else f"; no {axes} axes fit"
+        count = "1 axis" if axes == 1 else f"{axes} axes"
+        return f"; {count} can be {', '.join(shapes)}" if shapes else f"; no {axes} axes fit"
 
     def _fits(self, devices: Sequence[jax.Device], sizes: tuple[int, ...]) -> bool:
         return self.kind != "tpu" or self._arrange(devices, sizes) is not None

@@ -60,6 +60,8 @@ def test_a_mesh_of_the_wrong_size_names_those_that_fit():
     with pytest.raises(TargetError) as caught:
         parse_target("cpu:8").mesh({"a": 2, "b": 8})
     assert str(caught.value) == "mesh a=2 x b=8 has 16 devices, cpu:8 has 8; 2 axes can be 2x4, 4x2"
+    with pytest.raises(TargetError, match="cpu:8 has 8; 1 axis can be 8"):
+        parse_target("cpu:8").mesh({"a": 4})
     with pytest.raises(TargetError, match="each axis needs a size of at least 1"):
         parse_target("cpu:8").mesh({"a": 8, "b": 0})
     with pytest.raises(TargetError, match="each axis needs a size of at least 1"):
