@@ -176,7 +176,7 @@ def make_plan(
             decision = _decide(site, choice, options)
             before = choices.get(site.follows)
             if not decision.rewritten and before is not None:
-                decision = _chained(decision, choice, before, options)
+                decision = _chained(decision, choice, before, options, chip.kind == "tpu")
             decisions.append(decision)
     if options.chains and options.max_permutes is None:
         decisions = _single_in_chains(decisions, overrides)
@@ -245,7 +245,9 @@ def _decide(site: EinsumSite, choice: _Choice, options: Options) -> Decision:
     return dataclasses.replace(left, reason=Reason.MEMORY_BUDGET, detail=detail)
 
 
-def _chained(left: Decision, own: _Choice, before: _Choice, options: Options) -> Decision:
+def _chained(
+    left: Decision, own: _Choice, before: _Choice, options: Options, tpu: bool
+) -> Decision:
     """Return the decision for a scatter that pays only in one loop with the gather before it.
 
     A chain writes no gathered result, and all its transfers hide behind all its einsums.
@@ -256,6 +258,8 @@ def _chained(left: Decision, own: _Choice, before: _Choice, options: Options) ->
     able = options.chains and options.policy == "auto" and left.reason is Reason.NOT_WORTH
     if not able or not first.estimate.pays(options.min_gain):
         return left
+    if tpu and last.estimate.bound_by_links:
+        return left  # it would stay a ring of its own
     a, b = first.estimate, last.estimate
     transfer = a.steps * a.step_permute_s + b.steps * b.step_permute_s
     einsums = a.einsum_s + a.loss_s + b.einsum_s + b.loss_s

@@ -34,6 +34,7 @@ from collmm.nesting import inner_collective
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
 
+_MUCH_EXPOSED = 0.2
 _GRID_SHARD = 5 * 2**16
 # What estimates of a loop on a TPU are uncertain by, of its einsums: the median error held out.
 _DOUBT = 0.03
@@ -113,6 +114,11 @@ class Estimate:
     def sure_gain(self) -> float:
         """``gain`` if the loop takes ``doubt_s`` longer."""
         return self.gain - (self.doubt_s / self.before_s if self.before_s else 0.0)
+
+    @property
+    def bound_by_links(self) -> bool:
+        """Whether the loop waits for its transfers for much of its time."""
+        return self.exposed_s > _MUCH_EXPOSED * self.einsum_s
 
     def pays(self, min_gain: float = 0.0) -> bool:
         """Whether the loop surely saves more than ``min_gain`` of what the site takes now."""
