@@ -74,6 +74,8 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     print()
     print(f"collectives of the optimized program for {program.target.name}, per device:")
     print(report.collectives_table(before, after))
+    for when in (when for when, m in modules.items() if m is None):
+        print(f"not counted {when}: the compiler refused that program for its memory")
     if known:
         print(f"\n{memory.table(known)}")
     if plan.rewritten:

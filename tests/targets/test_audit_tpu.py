@@ -87,6 +87,8 @@ def test_a_program_that_does_not_fit_says_by_how_much(tmp_path, capsys):
         out = capsys.readouterr().out
         assert "does not fit: at least " in out
         assert "more than the 15.8 GiB of the device" in out
+        refused = "not counted before: the compiler refused that program for its memory"
+        assert (refused in out) == (command[0] == "dump")
 
 
 LARGE_SUM = """
