@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -222,6 +223,34 @@ def test_what_other_work_hides_is_told():
     text = " ".join(plan.explain().sites[-1].words)
     assert "run behind earlier einsums as it is, and a loop costs" in text
     assert re.search(r"pays once no more than [\d.]+ us of the all-gather is hidden already", text)
+
+
+def test_a_large_hidden_size_on_v6e_has_little_to_gain():
+    """16 times the width: the einsums dwarf the collectives, and smaller ones lose more."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+    def on(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def array(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=on(*spec))
+
+    def mlp(x, w_in, w_out):
+        x = jax.lax.with_sharding_constraint(x, on("data", None, None))
+        hidden = jax.nn.gelu(x @ w_in)
+        return jax.lax.with_sharding_constraint(hidden @ w_out, on("data", "model", None))
+
+    plan = overlap_collectives(mlp, Options(chip="v6e")).plan(
+        array(8, 1024, 2048, spec=("data", "model", None)),
+        array(2048, 131072, spec=(None, "model")),
+        array(131072, 2048, spec=("model", None)),
+    )
+    assert [d.reason for d in plan.decisions] == [Reason.NOT_WORTH] * 2
+    for site in plan.explain().sites:
+        text = " ".join(site.words)
+        assert re.match(r"declined: 4 smaller einsums take [\d.]+ us longer than the whole", text)
+        assert re.search(r"a loop costs [\d.]+ %", text)
+        assert re.search(r"pays on links of [\d.]+ GB/s and slower \(90 GB/s reckoned with\)", text)
 
 
 # --- documents and the command ---

@@ -142,3 +142,39 @@ def test_a_decoder_layer_compiles_and_audits_on_its_pod(name, target):
     # The activations; whether a weight's gather over data is looped is the cost model's choice.
     assert ("model",) in {f.axes for f in overlapped.findings if f.pairs}
     assert overlapped.timeline.step < done[ORIGINAL].prediction.timeline.step
+
+
+DECLINED = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from collmm import Options, overlap_collectives
+
+MESH = {"m": 8}
+
+def build(mesh):
+    def on(*axes):
+        return NamedSharding(mesh, P(*axes))
+    def array(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=on(*axes))
+    @overlap_collectives(options=Options(keep_whole=KEEP_WHOLE))
+    @jax.jit
+    def step(x, w):
+        return jax.lax.with_sharding_constraint(x @ w, on("m", None))
+    return step, (array((65536, 4096), "m", None), array((4096, 4096), None, "m"))
+"""
+
+
+@pytest.mark.parametrize("keep_whole", [True, False])
+def test_what_the_model_declines_is_left_whole_by_the_compiler_too(tmp_path, keep_whole):
+    """libtpu would decompose this einsum; with ``keep_whole`` it is told not to."""
+    path = tmp_path / "declined.py"
+    path.write_text(DECLINED.replace("KEEP_WHOLE", str(keep_whole)))
+    program = open_program(path, "tpu:v6e:2x4")
+    with program.context():
+        (decision,) = program.overlapped().plan(*program.args).decisions
+        assert decision.judged
+        text = program.overlapped().lower(*program.args).compile().as_text()
+    assert ("collective-permute-start" in text) != keep_whole
+    assert (" all-gather(" in text) == keep_whole
