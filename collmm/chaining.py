@@ -64,14 +64,48 @@ def chain_rings(jaxpr: Any, apart: Collection[Any] = ()) -> Any:
     jaxpr = jaxpr.replace(eqns=eqns)
     done: set[Any] = set(apart)
     while True:
-        body = _Body(jaxpr)
-        found = next(iter(body.links(done)), None)
-        if found is None:
+        before = len(done)
+        jaxpr = _chain_some(jaxpr, done)
+        if len(done) == before:
             return jaxpr
-        done.add(found.scatter.outvars[0])
-        chained = _chained(body, found)
-        if chained is not None:
-            jaxpr = jaxpr.replace(eqns=chained)
+
+
+def _chain_some(jaxpr: Any, done: set[Any]) -> Any:
+    """Return ``jaxpr`` with links chained that do not overlap; ``done`` gets those that were tried.
+
+    Several at a time, so that the time to chain a program grows with its length and no faster.
+    """
+    body = _Body(jaxpr)
+    chains: dict[int, tuple[Any, list[int]]] = {}
+    gone: set[int] = set()
+    touched: set[int] = set()
+    end = -1
+    for link in body.links(done):
+        ours = {link.first, link.last, *link.between, *link.inside}
+        if link.first <= end or ours & touched:
+            continue  # in the next turn, when its neighbour is a chain
+        done.add(link.scatter.outvars[0])
+        made = _chained(body, link)
+        if made is not None:
+            new, late, removed = made
+            chains[link.last] = new, late
+            gone |= removed
+            touched |= ours
+            end = link.last
+    return jaxpr.replace(eqns=_assembled(body, chains, gone))
+
+
+def _assembled(body: _Body, chains: dict[int, tuple[Any, list[int]]], gone: set[int]) -> list[Any]:
+    """Return the equations with ``chains`` in their places, what must wait for each after it."""
+    waiting = {k for _, late in chains.values() for k in late}
+    eqns = []
+    for i, eqn in enumerate(body.eqns):
+        if i in chains:
+            new, late = chains[i]
+            eqns += [new, *(body.eqns[k] for k in late if k not in gone)]
+        elif i not in gone and i not in waiting:
+            eqns.append(eqn)
+    return eqns
 
 
 def _has_both(jaxpr: Any) -> bool:
@@ -300,8 +334,8 @@ def is_elementwise(eqn: Any, shape: tuple[int, ...], spec: Spec) -> bool:
 # --- rewrite one ---
 
 
-def _chained(body: _Body, link: _Link) -> list[Any] | None:
-    """Return the equations with one link made a chain; None where that is not possible."""
+def _chained(body: _Body, link: _Link) -> tuple[Any, list[int], set[int]] | None:
+    """Return the chain, what must stand after it and what it replaces; None if none can be."""
     handed, again = _handed_out(body, link)
     results = link.gather.outvars[: len(link.gather.params["uses"])]
     kept_uses = [k for k, v in enumerate(results) if v in handed]
@@ -311,15 +345,7 @@ def _chained(body: _Body, link: _Link) -> list[Any] | None:
         return None
     gone = {link.first, link.last, *link.between, *link.inside} - again
     late = _late(body, link, new, gone)
-    if late is None:
-        return None
-    eqns = []
-    for i, eqn in enumerate(body.eqns):
-        if i == link.last:
-            eqns += [new, *(body.eqns[k] for k in late)]
-        elif i not in gone and i not in late:
-            eqns.append(eqn)
-    return eqns
+    return None if late is None else (new, late, gone)
 
 
 def _handed_out(body: _Body, link: _Link) -> tuple[set[Any], set[int]]:

@@ -7,6 +7,7 @@ front doors and the partial dots speaks :class:`Einsum`.
 
 from __future__ import annotations
 
+import functools
 import math
 import string
 from collections.abc import Mapping, Sequence
@@ -99,22 +100,22 @@ class Einsum:
         permutation = tuple(natural.index(label) for label in self.out)
         return numbers, None if natural == self.out else permutation
 
-    @property
+    @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """Labels of both operands and the result, in the order of the result."""
         return tuple(x for x in self.out if x in self.lhs and x in self.rhs)
 
-    @property
+    @functools.cached_property
     def contracting(self) -> tuple[int, ...]:
         """Labels of both operands that are summed over, in the order of lhs."""
         return tuple(x for x in self.lhs if x in self.rhs and x not in self.out)
 
-    @property
+    @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
         """Labels of lhs and the result only, in the order of lhs."""
         return tuple(x for x in self.lhs if x not in self.rhs)
 
-    @property
+    @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
         """Labels of rhs and the result only, in the order of rhs."""
         return tuple(x for x in self.rhs if x not in self.lhs)

@@ -108,7 +108,7 @@ class _Body:
     def served_by(self, ring: Any) -> _Body | None:
         """Return the body with ``ring`` handing out; None if nothing can have use of that."""
         # An earlier ring may have changed what this one reads, but not what it makes.
-        at = next(i for i, e in enumerate(self.eqns) if e.outvars[:1] == ring.outvars[:1])
+        at = self._made[ring.outvars[0]]
         ring = self.eqns[at]
         copies = self._manual(ring) if ring.params["mesh"] is None else self._resharded(ring)
         readers = {i for v in copies.values for i in self._readers.get(v, ())} - copies.makers

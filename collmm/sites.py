@@ -6,6 +6,7 @@ Pure dataclasses on names and numbers; nothing of jax is imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from collmm.einsum import Einsum
@@ -136,10 +137,21 @@ class EinsumSite:
     ready: tuple[int, int] | None = None
     needed: int | None = None
 
-    @property
+    @functools.cached_property
     def loopable(self) -> tuple[Collective, ...]:
         """The collectives that a ring can replace."""
         return tuple(c for c in self.collectives if c.kind in LOOPED and c.dim >= 0)
+
+    @functools.cached_property
+    def label_shards(self) -> dict[int, tuple[int, int]]:
+        """Of every label of the operands: its size, and into how many shards that is cut."""
+        sizes = dict(self.axis_sizes)
+        found = {}
+        operands = ((self.einsum.lhs, self.lhs_spec), (self.einsum.rhs, self.rhs_spec))
+        for (labels, spec), shape in zip(operands, self.shapes[:2], strict=True):
+            for label, axes, size in zip(labels, spec, shape, strict=True):
+                found[label] = size, math.prod(sizes[a] for a in axes)
+        return found
 
     def ring_size(self, collective: Collective) -> int:
         """Number of devices on the ring of ``collective``."""

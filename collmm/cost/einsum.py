@@ -105,13 +105,10 @@ def product_of(site: EinsumSite, parts: Mapping[int, int] = _NONE, precision: st
 
     ``parts``: into how many parts a label is cut, for a partial einsum.
     """
-    sizes = dict(site.axis_sizes)
-    local: dict[int, int] = {}
-    operands = ((site.einsum.lhs, site.lhs_spec, 0), (site.einsum.rhs, site.rhs_spec, 1))
-    for labels, spec, which in operands:
-        for label, axes, size in zip(labels, spec, site.shapes[which], strict=True):
-            shards = math.prod(sizes[a] for a in axes)
-            local[label] = -(-size // (shards * parts.get(label, 1)))
+    local = {
+        label: -(-size // (shards * parts.get(label, 1)))
+        for label, (size, shards) in site.label_shards.items()
+    }
 
     def size_of(labels: tuple[int, ...]) -> int:
         return math.prod(local[label] for label in labels)
