@@ -11,11 +11,11 @@ after::
     y = chained_einsums[middle={ lambda ; h. let a = gelu h in (a,) } ...] x w v
 
 Refuses unless both rings run over the same members in the same order and have no inner ones, the
-scattered dimension is the gathered one, nothing but elementwise equations stands between, every
-value between has one shape and one sharding, no einsum of the gather ring sums much over the
-gathered dimension, and nothing else that the chain needs is made from its own results. What others
-read of the values between is handed out, or made again from what is handed out where that is
-smaller; what nobody reads never exists as a whole.
+scattered dimension is the gathered one, no shard is padded, nothing but elementwise equations
+stands between, every value between has one shape and one sharding, no einsum of the gather ring
+sums much over the gathered dimension, and nothing else that the chain needs is made from its own
+results. What others read of the values between is handed out, or made again from what is handed
+out where that is smaller; what nobody reads never exists as a whole.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from collmm.primitives import all_gather_einsum_p, einsum_reduce_scatter_p, summ
 from collmm.rewrite_manual import type_change
 from collmm.schedule import Schedule
 from collmm.sites import Spec, shard_shape
+from collmm.uneven import uneven_dims
 
 _ELEMENTWISE = frozenset(
     """
@@ -285,7 +286,7 @@ def _sums(gather: Any) -> int:
             continue
         shape = out.aval.shape
         if g["mesh"] is not None:
-            shape = shard_shape(shape, use.out_spec, dict(g["mesh"].shape)) or shape
+            shape = shard_shape(shape, use.out_spec, dict(g["mesh"].shape))
         total += math.prod(shape) * partial.accumulation_dtype.itemsize
     return total
 
@@ -297,8 +298,8 @@ def use_axes_of(gather: Any, use: Any) -> dict[int, tuple[str, ...]]:
 
 
 def _even(gather: Any, scatter: Any) -> bool:
+    """Whether nothing is padded: the elementwise part may make anything of what is."""
     g, s = gather.params, scatter.params
-    sizes = dict(g["mesh"].shape)
     shards = [(gather.invars[0], g["gathered_spec"]), (scatter.outvars[0], s["out_spec"])]
     for use, local, out in zip(g["uses"], gather.invars[1:], gather.outvars, strict=False):
         shards += [(local, use.local_spec), (out, use.out_spec)]
@@ -307,7 +308,7 @@ def _even(gather: Any, scatter: Any) -> bool:
             (scatter.invars[2 * t], term.lhs_spec),
             (scatter.invars[2 * t + 1], term.rhs_spec),
         ]
-    return all(shard_shape(v.aval.shape, spec, sizes) is not None for v, spec in shards)
+    return not any(uneven_dims(v.aval.shape, spec, g["mesh"]) for v, spec in shards)
 
 
 def is_elementwise(eqn: Any, shape: tuple[int, ...], spec: Spec) -> bool:

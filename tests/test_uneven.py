@@ -325,6 +325,29 @@ def test_rings_of_any_sizes(name, sizes):
     assert_equal_trees(jax.jit(problem.fn, out_shardings=whole)(*args), problem.plain(*args))
 
 
+@pytest.mark.parametrize("uneven", ["rows", "hidden", "width"])
+def test_rings_of_padded_shards_stay_apart(uneven):
+    """What is elementwise between two rings makes of the padding what is not zero."""
+    mesh = mesh_of((8,), ("m",))
+    sizes = {"rows": 16, "hidden": 24, "width": 8} | {uneven: 27}
+    rows, hidden, width = (sizes[k] for k in ("rows", "hidden", "width"))
+
+    def at(x, *axes):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
+    def loss(x, w, v):
+        h = jnp.clip(at(at(x, "m", None) @ at(w, None, "m"), None, "m"), -3, 3)
+        y = at((h * h + 1) @ at(v, "m", None), "m", None)
+        return jnp.sum(y), y
+
+    fn = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    args = ints(0, rows, width), ints(1, width, hidden), ints(2, hidden, width)
+    o = overlap_collectives(fn, Options("always", strict=True))
+    assert_equal_trees(o(*args), fn(*args))
+    # The width is not sharded: there the chains are made, and one ring is left beside them.
+    assert len(rings(o, *args)) == (1 if uneven == "width" else 5)
+
+
 # --- what the plan says ---
 
 
