@@ -150,6 +150,8 @@ def pin(jaxpr: Any, every: Collection[Saved], specs: Mapping[int, Spec], mesh_of
     ``mesh_of(number)`` is the mesh of a sharding.
     """
     specs, gathered = _as_saved(every, specs)
+    # The user's own constraint names an axis whole that is split on the mesh of the found sharding.
+    specs = {n: spec for n, spec in specs.items() if _named(spec, mesh_of(n))}
     chosen = {v: s for s in every if s.number in specs for v in s.names}
 
     def sharding(s: Saved, spec: Spec) -> Any:
@@ -177,6 +179,10 @@ def pin(jaxpr: Any, every: Collection[Saved], specs: Mapping[int, Spec], mesh_of
         return result
 
     return _rebuilt(jaxpr, visit)
+
+
+def _named(spec: Spec, mesh: Any) -> bool:
+    return all(a in mesh.shape for axes in spec for a in axes)
 
 
 def _as_saved(

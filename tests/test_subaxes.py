@@ -284,3 +284,27 @@ def test_a_program_with_parts_that_overlap_runs_as_it_was(case):
     assert_equal_trees(o(x, y), fn(x, y))
     assert_equal_trees(o(x, y), fn(np.asarray(x), np.asarray(y)))
     assert o.lower(x, y).as_text() == fn.lower(x, y).as_text()
+
+
+def test_what_a_scan_saves_under_a_constraint_that_names_the_whole_of_a_split_axis():
+    mesh = mesh_of((4, 2), ("d", "m"))
+
+    def at(x, *axes):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
+
+    def loss(x, q, k, v):
+        def turn(c, _):
+            h = at(c, "m", "d", None)
+            y = at(h @ q, None, "m", "d") + at(h @ k, "d", "m", None) - at(h @ v, "d", None, "m")
+            return jnp.where(abs(y) > 3, 0, y), c[0].sum()
+
+        y, sums = jax.lax.scan(turn, x, None, length=3)
+        return jnp.sum(y), sums
+
+    x = jax.device_put(ints(0, 8, 8, 16), NamedSharding(mesh, P(None, None, "d")))
+    specs = P("d", "m"), P(("d", "m"), None), P(None, ("d", "m"))
+    ws = [jax.device_put(ints(i, 16, 16), NamedSharding(mesh, s)) for i, s in enumerate(specs)]
+    fn = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+    o = always(fn)
+    assert rings(o, x, *ws)
+    assert_equal_trees(o(x, *ws), fn(x, *ws))
