@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from rewritten import always, assert_equal_trees, collectives
 from test_manual import MESH, ints, mapped
-from test_narrow import E4M3, E5M2, equations, permuted, scales, sent
+from test_narrow import E4M3, E5M2, compare, equations, permuted, scales, sent
 
 from collmm import Reason
 
@@ -18,17 +18,6 @@ NAMES = {E4M3: "f8E4M3FN", E5M2: "f8E5M2", jnp.int8: "i8"}
 
 def gathered(x, axis=0, axes="m"):
     return lax.all_gather(x, axes, axis=axis, tiled=True)
-
-
-def compare(fn, *args, found, permutes):
-    """Check values bit by bit, what is sent, and that no gather is left."""
-    o = always(fn)
-    assert_equal_trees(o(*args), fn(*args))
-    assert sent(o, *args) == found
-    counted = collectives(o, *args)
-    assert counted["all-gather"] == 0
-    assert counted["collective-permute"] == permutes
-    return o
 
 
 @BOTH

@@ -56,6 +56,17 @@ def sent(o, *args):
     return kinds
 
 
+def compare(fn, *args, found, permutes):
+    """Check values bit by bit, what is sent, and that no gather is left."""
+    o = always(fn)
+    assert_equal_trees(o(*args), fn(*args))
+    assert sent(o, *args) == found
+    counted = collectives(o, *args)
+    assert counted["all-gather"] == 0
+    assert counted["collective-permute"] == permutes
+    return o
+
+
 def permuted(o, *args):
     """The element types of every ppermute of the lowered program, in order."""
     text = o.lower(*args).as_text()

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rewritten import always, assert_equal_trees, collectives, rings
 from test_manual import ints
-from test_narrow import E4M3, E5M2, permuted, put, scales, sent, wsc
+from test_narrow import E4M3, E5M2, compare, permuted, put, scales, sent, wsc
 
 from collmm import Options, Reason, overlap_collectives
 
@@ -21,17 +21,6 @@ SCALES = {
     "row, sharded": (lambda: scales(1, 16, 1, dtype=jnp.bfloat16), ("m", None)),
     "row, whole": (lambda: scales(1, 16, 1, dtype=jnp.bfloat16), ()),
 }
-
-
-def compare(fn, *args, found, permutes):
-    """Check values bit by bit, what is sent, and that no gather is left."""
-    o = always(fn)
-    assert_equal_trees(o(*args), fn(*args))
-    assert sent(o, *args) == found
-    counted = collectives(o, *args)
-    assert counted["all-gather"] == 0
-    assert counted["collective-permute"] == permutes
-    return o
 
 
 @NARROW

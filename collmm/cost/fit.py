@@ -14,6 +14,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -188,7 +189,7 @@ def _parameters(used: Sequence[Sample], base: Chip, ring: Ring | None) -> dict[s
 
 
 def _row(base: Chip, values: Mapping[str, float], source: str, name: str) -> Chip:
-    changes: dict[str, Rate | Figure] = {}
+    changes: dict[str, Any] = {}
     for field, value in values.items():
         figure = Figure(value, _unit(base, field), source)
         rate = isinstance(getattr(base, field), Rate)
@@ -196,7 +197,7 @@ def _row(base: Chip, values: Mapping[str, float], source: str, name: str) -> Chi
     if base.peer is not None and "link" in values:
         why = f"scaled as the links, {source}"
         changes["peer"] = base.peer.scaled(values["link"] / base.link_bytes_per_s(), why)
-    return dataclasses.replace(base, name=name, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(base, name=name, **changes)
 
 
 def _unit(base: Chip, field: str) -> str:

@@ -8,7 +8,7 @@ as unknown and the totals are lower bounds.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -152,10 +152,10 @@ def timeline(
 def _origins(walker: Walker) -> dict[str, Origin]:
     """Kernels by where their times come from, each as often as it runs; once if that is unknown."""
     runs: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for name, found in walker.durations_of.items():
         times = walker.describer.executions[name]
         for duration in found:
             runs[duration.origin] += 1 if times is None else times
-            seconds[duration.origin] += duration.seconds * (1 if times is None else times)  # type: ignore[assignment]
+            seconds[duration.origin] += duration.seconds * (1 if times is None else times)
     return {origin: Origin(runs[origin], seconds[origin]) for origin in runs}

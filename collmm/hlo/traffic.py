@@ -84,7 +84,9 @@ def product_operand(
         highest = "highest" in config.lower()
         return computation.operands(i)[0].shape.dtype, "highest" if highest else "default"
     callee = _callee(module, i) if i.opcode in ("fusion", "call") else None
-    found = (product_operand(module, callee, inner) for inner in callee or ())  # type: ignore[arg-type]
+    if callee is None:
+        return None
+    found = (product_operand(module, callee, inner) for inner in callee)
     return next((f for f in found if f), None)
 
 
