@@ -59,8 +59,7 @@ def site_of(g: GridSite) -> EinsumSite:
 
 def variant(schedule: Schedule) -> str:
     """The name under which the results of a schedule are stored."""
-    chains = "" if schedule.chains is None else f" chains {schedule.chains}"
-    return schedule.describe() + chains
+    return schedule.describe() + (" chains 1" if schedule.chains == 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,10 @@ def permutes(site: EinsumSite, collective: Collective, schedule: Schedule) -> in
     if collective.kind == ALL_TO_ALL:
         return n - 1
     if collective.kind == ALL_GATHER:
-        return inner + gather_sends_written(n, schedule.two_way, schedule.unroll)
-    block = _scattered_size(site, collective) // n
+        block = _block(site, collective)
+        way = n, schedule.two_way, schedule.unroll
+        return inner + gather_sends_written(*way, block, schedule.chunks)
+    block = _block(site, collective)
     return inner + scatter_sends_written(n, block, schedule.accumulators, schedule.unroll)
 
 
@@ -137,10 +139,11 @@ def _decided(d: Decision, ring: _Ring, chosen: Candidate | None, options: Option
     return _as(d, choice)
 
 
-def _scattered_size(site: EinsumSite, collective: Collective) -> int:
-    """Elements, on one device before the scatter, of the dimension that is scattered."""
-    sizes = dict(site.axis_sizes)
-    size = site.shapes[2][collective.dim]
-    for axis in site.out_spec[collective.dim]:
-        size //= sizes[axis]
+def _block(site: EinsumSite, collective: Collective) -> int:
+    """Size, on one device, of what is gathered or scattered: a shard, or a block of the sum."""
+    which = 2 if collective.operand is None else collective.operand
+    spec = (site.lhs_spec, site.rhs_spec, site.out_spec)[which]
+    size, sizes = site.shapes[which][collective.dim], dict(site.axis_sizes)
+    for axis in (*spec[collective.dim], *collective.axes):
+        size = -(-size // sizes[axis])
     return size

@@ -24,7 +24,7 @@ from typing import Any
 
 from collmm.errors import OptionError
 from collmm.schedule import Schedule
-from collmm.sites import EinsumSite, Location
+from collmm.sites import ALL_GATHER, EinsumSite, Location
 
 # As a user may write them, and as they are kept: hashable, in the order in which they were listed.
 Overrides = tuple[tuple[str, str], ...]
@@ -37,6 +37,8 @@ _FORMS: Mapping[str, tuple[str, bool]] = {
     "unrolled": ("unroll", True),
     "nested": ("nested", True),
     "single": ("nested", False),
+    "chunked": ("chunked", True),
+    "whole": ("chunked", False),
 }
 _LINE = re.compile(r"(.+):(\d+)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -44,6 +46,8 @@ _UNITS = {"b": 1, **{f"{u}b": 1000**i for i, u in enumerate("kmgt", 1)}} | {
     f"{u}ib": 1024**i for i, u in enumerate("kmgt", 1)
 }
 _NEAREST = 3
+# Into how many chunks an override cuts a shard where the cost model lists no schedule that does.
+_CHUNKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +64,29 @@ class Form:
     fields: tuple[tuple[str, Any], ...]
     text: str
 
-    def admits(self, schedule: Schedule) -> bool:
-        """Whether a schedule has the form that was asked for."""
-        return all(getattr(schedule, name) == value for name, value in self.fields)
+    def admits(self, schedule: Schedule, kind: str = ALL_GATHER) -> bool:
+        """Whether the schedule of a ``kind`` of collective has the form that was asked for.
 
-    def applied(self, schedule: Schedule) -> Schedule:
-        """Return ``schedule`` in that form; accumulators are again those of its default.
+        Only gathers are chunked or not.
+        """
+        return all(
+            getattr(schedule, name) == value
+            for name, value in self.fields
+            if name != "chunked" or kind == ALL_GATHER
+        )
+
+    def applied(self, schedule: Schedule, kind: str = ALL_GATHER) -> Schedule:
+        """Return ``schedule`` in that form; chunks and accumulators are those of its default.
 
         An inner ring can be left out, but not made.
         """
-        if self.admits(schedule):
+        if self.admits(schedule, kind):
             return schedule
         fields = dict(self.fields)
         if fields.pop("nested", None) is False:
             fields["inner"] = None
-        return dataclasses.replace(schedule, chains=None, **fields)
+        chunked = fields.pop("chunked", False) and kind == ALL_GATHER
+        return dataclasses.replace(schedule, chains=_CHUNKS if chunked else None, **fields)
 
 
 def read_overrides(given: Any) -> Overrides:

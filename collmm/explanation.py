@@ -249,8 +249,11 @@ def _why_not(c: Candidate, min_gain: float) -> str:
 def _transfer(c: Candidate) -> float:
     """Seconds of transfer of all steps of the busiest way."""
     n, schedule = c.schedule.ring_size, c.schedule
-    if c.collective.kind == ALL_GATHER and schedule.two_way:
+    if c.collective.kind == ALL_GATHER and schedule.two_way and not schedule.chunked:
         sends = n // 2
+    elif c.collective.kind == ALL_GATHER and schedule.chunked:
+        # Those of one step are of one way's pieces.
+        sends = n - 1
     elif c.collective.kind in (ALL_GATHER, ALL_TO_ALL) or schedule.accumulators == 1:
         sends = n - 1
     else:

@@ -143,7 +143,8 @@ def _ring(leaves, locals_, prologue, uses, dim, schedule, hand_out):
     moved = tuple(x for x, s in zip(leaves, sent, strict=True) if s)
     consumers = [use.consumer for use in uses]
     ring = {"gathered_dim": dim, "return_gathered": hand_out, "unpack": unpack}
-    return loops.all_gather_einsum(moved, locals_, consumers, schedule, **ring)
+    dims = tuple(leaf.dims.index(dim) for leaf in prologue.leaves if travels(leaf, dim))
+    return loops.all_gather_einsum(moved, locals_, consumers, schedule, shard_dims=dims, **ring)
 
 
 def _abstract(*operands, prologue, uses, gathered_spec, dim, schedule, mesh, hand_out):

@@ -304,7 +304,8 @@ def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedul
     results: list[Any] = [None] * (1 + len(locals_))
     if _jax.is_undefined_primal(gathered):
         parts = [(cts[i], locals_[i], uses[i]) for i in live]
-        total = _gathered_cotangent(parts, gathered.aval, gathered_spec, ring)
+        turned = dict(ring, schedule=_turned(schedule))
+        total = _gathered_cotangent(parts, gathered.aval, gathered_spec, turned)
         if hand_out and type(cts[-1]) is not _jax.Zero:
             # The value handed out is the operand itself, only elsewhere.
             total = _jax.add_tangents(total, _jax.resharded_like(cts[-1], gathered.aval))
@@ -323,6 +324,11 @@ def _gather_transpose(cts, gathered, *locals_, uses, gathered_spec, dim, schedul
             nested = uses[i].inner is not None
             results[1 + i] = _jax.resharded_like(grad, locals_[i].aval) if nested else grad
     return results
+
+
+def _turned(schedule: Schedule) -> Schedule:
+    """The schedule of the other kind of ring: chunks say nothing of accumulators."""
+    return dataclasses.replace(schedule, chains=None)
 
 
 def _local_cotangent_use(use, dtype, gathered_spec, dim, schedule) -> GatherUse:
@@ -521,7 +527,7 @@ def _scatter_transpose(cts, *operands, terms, out_spec, dim, schedule, mesh):
         uses,
         gathered_spec=tuple(gathered_spec),
         dim=dim,
-        schedule=schedule,
+        schedule=_turned(schedule),
         mesh=mesh,
     )
     for i, grad in zip(where, grads, strict=True):

@@ -68,7 +68,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of the scattered block, ``[start, start + size)``, and the chain that sums it."""
+    """A slice of a block, ``[start, start + size)``, and the chain on which it travels.
+
+    Of a scattered block its sum does, of a gathered shard the slice itself.
+    """
 
     chain: Chain
     start: int
@@ -103,9 +106,20 @@ def scatter_parts(n: int, two_way: bool, block: int, chains: int) -> tuple[Part,
     )
 
 
-def gather_permutes(n: int) -> int:
-    """Sends of one gather ring, each of a whole shard: as many one-way and two-way."""
-    return n - 1
+def gather_parts(n: int, two_way: bool, block: int, chunks: int) -> tuple[Part, ...]:
+    """What travels of a shard of size ``block``, each part by itself.
+
+    With ``chunks`` below two that is the whole shard, on the chains of ``gather_chains``; else the
+    shard is cut as a scattered block is, and every part has n - 1 sends.
+    """
+    if min(chunks, block) < 2:
+        return tuple(Part(chain, 0, block) for chain in gather_chains(n, two_way))
+    return scatter_parts(n, two_way, block, chunks)
+
+
+def gather_permutes(n: int, block: int = 1, chunks: int = 1) -> int:
+    """Sends of one gather ring, of shards of size ``block``: as many one-way and two-way."""
+    return sum(part.chain.sends for part in gather_parts(n, False, block, chunks))
 
 
 def scatter_permutes(n: int, block: int, chains: int) -> int:
@@ -113,11 +127,13 @@ def scatter_permutes(n: int, block: int, chains: int) -> int:
     return (n - 1) * len(scatter_parts(n, False, block, chains))
 
 
-def gather_sends_written(n: int, two_way: bool, unroll: bool) -> int:
+def gather_sends_written(
+    n: int, two_way: bool, unroll: bool, block: int = 1, chunks: int = 1
+) -> int:
     """Permutes in the text of a gather ring; a rolled one has its loop's body once."""
     if unroll:
-        return gather_permutes(n)
-    chains = gather_chains(n, two_way)
+        return gather_permutes(n, block, chunks)
+    chains = [part.chain for part in gather_parts(n, two_way, block, chunks) if part.chain.sends]
     common = min((chain.sends for chain in chains), default=0)
     looped = len(chains) if common > 1 else 0
     return len(chains) + looped + any(chain.sends > common for chain in chains)

@@ -26,9 +26,10 @@ class Schedule:
     flattened index over these axes. ``ring_size``: the number of positions. ``two_way``: shards
     travel both ways round the ring at once. ``unroll``: False gives a loop whose program does not
     grow with the ring. ``barrier``: optimization barriers tell each partial einsum of a
-    reduce-scatter whether to wait for the accumulator it adds to. ``chains``: the accumulators a
-    reduce-scatter cuts each block into, which travel out of phase if there is more than one; None
-    takes 1 one-way, two-way 4 and in a rolled loop 2. With two, one is on its way while the other
+    reduce-scatter whether to wait for the accumulator it adds to. ``chains``: into how many parts a
+    block is cut, each of which travels by itself. A gather sends whole shards with None or 1. A
+    reduce-scatter has an accumulator for each part, which travel out of phase; None takes 1
+    one-way, two-way 4 and in a rolled loop 2. With two, one is on its way while the other
     is multiplied; with four, each is on its way while three are multiplied, which hides an
     accumulator that is wider than the operands. ``order``: the members in the order in which
     the ring visits them, where the order of the axes is not that of the links; None is
@@ -89,6 +90,11 @@ class Schedule:
                 f"Schedule inner runs over {inner.axes} and the outer one over {self.axes}; "
                 "they must have no axis in common"
             )
+        if inner.chunks > 1:
+            raise OptionError(
+                f"Schedule inner cuts its shards into chains={inner.chunks}; an inner ring sends "
+                "whole ones: leave chains out of it"
+            )
         if inner.inner is not None:
             raise OptionError(
                 "Schedule inner has an inner one itself; two rings are nested at most"
@@ -106,13 +112,28 @@ class Schedule:
         # Nothing is on its way across the turns of a loop: one of four would be waited for.
         return 4 if self.unroll else 2
 
+    @property
+    def chunks(self) -> int:
+        """The pieces of a gathered shard, as many as it can be cut into at most."""
+        return self.chains or 1
+
     def describe(self) -> str:
-        """Short text for tables, such as ``"two-way x4 unrolled"``, and the inner ring's."""
+        """Short text for tables, such as ``"two-way x4 unrolled"``, and the inner ring's.
+
+        Parts that are not those of a default follow: ``"two-way x4 unrolled chains 2"``.
+        """
         direction = "two-way" if self.two_way else "one-way"
         own = f"{direction} x{self.ring_size} {'unrolled' if self.unroll else 'rolled'}"
+        if self.chunks > 1:
+            own += f" chains {self.chunks}"
         if self.inner is None:
             return own
         return f"{own} + {','.join(self.inner.axes)} {self.inner.describe()}"
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a gather cuts its shards."""
+        return self.chunks > 1
 
     @property
     def nested(self) -> bool:

@@ -8,7 +8,7 @@ from collmm import OptionError, Options
 from collmm.constraints import form_for, matches, read_overrides, read_size, scopes, unmatched
 from collmm.einsum import Einsum
 from collmm.schedule import Schedule
-from collmm.sites import EinsumSite, Location
+from collmm.sites import REDUCE_SCATTER, EinsumSite, Location
 
 
 def site(file="/home/me/model.py", line=120, name_stack=""):
@@ -81,6 +81,23 @@ def test_a_form_says_what_a_schedule_must_be():
     half = form_for(site(), read_overrides({"model.py:120": "two-way"}))
     assert half.admits(two_way)
     assert half.applied(two_way) is two_way
+
+
+def test_a_form_says_whether_a_gather_sends_chunks():
+    shards = Schedule(("m",), 4, two_way=True, unroll=True)
+    four = Schedule(("m",), 4, two_way=True, unroll=True, chains=4)
+    chunked = form_for(site(), read_overrides({"model.py:120": "chunked"}))
+    assert not chunked.admits(shards)
+    assert chunked.applied(shards) == Schedule(("m",), 4, True, True, chains=2)
+    assert chunked.applied(four) is four
+    both = form_for(site(), read_overrides({"model.py:120": "chunked one-way rolled"}))
+    assert both.applied(four) == Schedule(("m",), 4, False, False, chains=2)
+    whole = form_for(site(), read_overrides({"model.py:120": "whole"}))
+    assert whole.applied(four) == shards
+    # The parts of a scattered block are no chunks.
+    for form in (chunked, whole):
+        assert form.applied(four, REDUCE_SCATTER) is four
+        assert form.applied(shards, REDUCE_SCATTER) is shards
 
 
 def test_what_matches_nothing_names_the_nearest_sites():

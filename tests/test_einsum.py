@@ -199,6 +199,9 @@ def test_default_schedule_is_two_way_and_unrolled_on_short_rings():
     assert default_schedule(["x"], MAX_UNROLLED_RING).unroll
     assert not default_schedule(["x", "y"], MAX_UNROLLED_RING + 1).unroll
     assert default_schedule(["x", "y"], 16).axes == ("x", "y")
+    cut = Schedule(("x",), 4, two_way=True, unroll=True, chains=2)
+    assert (cut.describe(), cut.chunks) == ("two-way x4 unrolled chains 2", 2)
+    assert default_schedule(["x"], 4).chunks == 1
     assert default_schedule(["x"], 4).accumulators == 4
     assert default_schedule(["x"], 2).accumulators == 1
     assert Schedule(("x",), 4, two_way=True, unroll=True, chains=2).accumulators == 2

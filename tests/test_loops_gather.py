@@ -39,9 +39,9 @@ SIZES = {"a": 2, "d": 3, "f": 4}
 ALL = tuple(CASES)
 
 
-def build(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, **partial):
+def build(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, chunks=None, **partial):
     """The ring of ``cases`` as a jitted function of the whole operands, and those operands."""
-    schedule = schedule_of(mesh, axes, *form)
+    schedule = schedule_of(mesh, axes, *form, chains=chunks)
     sizes = {**SIZES, "s": block * schedule.ring_size}
     rng = np.random.default_rng(block)
     gathered = integers(rng, [sizes[x] for x in "asd"], dtype)
@@ -69,9 +69,9 @@ def reference(case, gathered, local):
     return np.einsum(equation, *((other, whole) if operand else (whole, other)))
 
 
-def check(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, **partial):
+def check(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, chunks=None, **partial):
     out_dtype = np.dtype(partial.setdefault("out_dtype", dtype))
-    run, args = build(mesh, axes, cases, block, form, dtype, check_vma, **partial)
+    run, args = build(mesh, axes, cases, block, form, dtype, check_vma, chunks, **partial)
     *results, gathered = run(*args)
     for case, local, result in zip(cases, args[1:], results, strict=True):
         expected = reference(case, args[0], local).astype(out_dtype)
@@ -93,6 +93,25 @@ def test_all_cases_on_one_ring_are_exact(n, block, form):
 @pytest.mark.parametrize("n", [6, 7, 8, 16])
 def test_longer_rings_are_exact(n, form):
     check(mesh_of(x=n), ("x",), ("free-lhs", "contracting-rhs", "batch-lhs"), 1, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "block", "chunks"), [(2, 5, 2), (3, 1, 2), (4, 5, 3), (5, 2, 4)])
+def test_all_cases_are_exact_on_a_ring_of_chunks(n, block, chunks, form):
+    check(mesh_of(x=n), ("x",), ALL, block, form, chunks=chunks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "chunks"), [(2, 4), (6, 2), (7, 2), (8, 2), (8, 4), (16, 2)])
+def test_longer_rings_of_chunks_are_exact(n, chunks, form):
+    cases = ("free-lhs", "contracting-rhs", "batch-lhs")
+    check(mesh_of(x=n), ("x",), cases, 3, form, chunks=chunks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_over_several_axes_and_where_varying_axes_are_checked(form):
+    check(mesh_of(x=2, y=4), ("y", "x"), ("free-rhs", "contracting-lhs"), 3, form, chunks=2)
+    check(mesh_of(x=5, y=2), ("x",), ALL, 2, form, check_vma=True, chunks=2)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -249,27 +268,46 @@ def test_any_number_of_consumers_share_the_permutes_of_one(n, form):
             assert runs(jaxpr, name) == 0
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "block", "made"), [(2, 4, 4), (4, 9, 4), (5, 3, 3), (8, 1, 1)])
+def test_every_chunk_is_sent_and_multiplied_by_itself(n, block, made, form):
+    run, args = build(mesh_of(x=n), ("x",), ALL, block, form, chunks=4)
+    jaxpr = run.trace(*args).jaxpr
+    assert runs(jaxpr, "ppermute") == made * (n - 1)
+    # The own shard is here as a whole.
+    assert runs(jaxpr, "dot_general") == (1 + made * (n - 1)) * len(ALL)
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
 @pytest.mark.parametrize(("short", "long_"), [(7, 15), (8, 16)])
 @pytest.mark.parametrize("two_way", [False, True])
-def test_a_rolled_program_does_not_grow_with_the_ring(two_way, short, long_):
+def test_a_rolled_program_does_not_grow_with_the_ring(two_way, short, long_, chunks):
     def program(n):
-        run, args = build(mesh_of(x=n), ("x",), ALL, 1, (two_way, False))
+        run, args = build(mesh_of(x=n), ("x",), ALL, 2, (two_way, False), chunks=chunks)
         return size(run.trace(*args).jaxpr)
 
     assert program(short) == program(long_)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("two_way", [False, True])
-def test_no_permute_waits_for_an_einsum(two_way):
-    run, args = build(mesh_of(x=8), ("x",), ALL, 1, (two_way, True))
+def test_no_permute_waits_for_an_einsum(two_way, chunks):
+    given = None if chunks == 1 else chunks
+    run, args = build(mesh_of(x=8), ("x",), ALL, 2, (two_way, True), chunks=given)
     body = ring_body(run.trace(*args).jaxpr)
     permutes = [eqn for eqn in body.eqns if eqn.primitive.name == "ppermute"]
-    assert len(permutes) == 7
+    assert len(permutes) == 7 * chunks
+
+    def before(eqn):
+        return [e for e in ancestors(body, eqn) if e.primitive.name == "ppermute"]
+
     for eqn in permutes:
-        assert all(e.primitive.name == "ppermute" for e in ancestors(body, eqn))
-    # The longest chain of sends bounds the time: 7 one way, 4 both ways.
-    depth = max(len(ancestors(body, eqn)) + 1 for eqn in permutes)
-    assert depth == (4 if two_way else 7)
+        # A piece is cut off its shard before the first send.
+        names = {e.primitive.name for e in ancestors(body, eqn)}
+        assert names <= {"ppermute", *(("slice",) if chunks > 1 else ())}
+    # The longest chain of sends bounds the time: 7 one way, and of halves both ways; 4 of whole.
+    depth = max(len(before(eqn)) + 1 for eqn in permutes)
+    assert depth == (4 if two_way and chunks == 1 else 7)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -314,3 +352,12 @@ def test_operands_that_do_not_fit_are_refused():
 )
 def test_every_ring_and_shard_size(n, block, form):
     check(mesh_of(x=n), ("x",), ALL, block, form)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("n", "block", "form"), list(itertools.product([2, 3, 4, 5, 6, 7, 8, 9, 16], [1, 3, 5], FORMS))
+)
+def test_every_ring_shard_and_chunk_size(n, block, form, chunks):
+    check(mesh_of(x=n), ("x",), ALL, block, form, chunks=chunks)

@@ -293,6 +293,8 @@ def test_a_schedule_refuses_what_cannot_be_nested():
     ring = Schedule(("d",), 2, False, True)
     both = Schedule(("m",), 4, True, True, inner=ring)
     assert both.describe() == "two-way x4 unrolled + d one-way x2 unrolled"
+    with pytest.raises(OptionError, match="inner cuts its shards into chains=2; an inner ring sen"):
+        Schedule(("m",), 4, True, True, inner=Schedule(("d",), 2, False, True, chains=2))
     with pytest.raises(OptionError, match="no axis in common"):
         Schedule(("d", "m"), 8, True, True, inner=ring)
     with pytest.raises(OptionError, match="two rings are nested at most"):

@@ -366,7 +366,10 @@ def test_complex_values_and_gradients(name):
 
 
 SCHEDULES = [
-    Schedule(("m",), 4, two_way, unroll) for two_way in (False, True) for unroll in (False, True)
+    Schedule(("m",), 4, two_way, unroll, chains=chains)
+    for two_way in (False, True)
+    for unroll in (False, True)
+    for chains in (None, 2, 3)
 ]
 
 

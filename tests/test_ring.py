@@ -6,7 +6,9 @@ import pytest
 from collmm.ring import (
     Chain,
     gather_chains,
+    gather_parts,
     gather_permutes,
+    gather_sends_written,
     permutation,
     relabelled,
     scatter_parts,
@@ -38,6 +40,38 @@ def test_every_shard_reaches_every_position_once(n, two_way):
                 assert (p + chain.gathered_offset(i)) % n == held[p]
                 seen[p].append(held[p])
     assert all(sorted(shards) == list(range(n)) for shards in seen)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 6])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_every_chunk_of_every_shard_reaches_every_position_once(n, two_way, chunks, block):
+    parts = gather_parts(n, two_way, block, chunks)
+    seen = np.zeros((n, n, block), int)
+    for p in range(n):
+        seen[p, p] += 1
+    for part in parts:
+        held = list(range(n))
+        for i in range(1, part.chain.sends + 1):
+            held = send(held, part.chain)
+            for p in range(n):
+                assert (p + part.chain.gathered_offset(i)) % n == held[p]
+                seen[p, held[p], part.start : part.start + part.size] += 1
+    assert np.all(seen == 1)
+    sends = sum(part.chain.sends for part in parts)
+    assert sends == gather_permutes(n, block, chunks)
+    assert sends == (n - 1) * min(chunks, block)
+    assert gather_sends_written(n, two_way, True, block, chunks) == sends
+    assert 0 <= gather_sends_written(n, two_way, False, block, chunks) <= sends
+
+
+@pytest.mark.parametrize("n", LENGTHS[1:])
+def test_two_chunks_that_go_both_ways_use_both_alike(n):
+    sends = {1: 0, -1: 0}
+    for part in gather_parts(n, True, 6, 2):
+        sends[part.chain.shift] += part.chain.sends * part.size
+    assert sends[1] == sends[-1] == 3 * (n - 1)
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 6])

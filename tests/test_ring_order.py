@@ -27,10 +27,19 @@ def shuffled(n, seed):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize(("two_way", "unroll"), [(True, True), (True, False), (False, False)])
-def test_gather_and_scatter_on_a_shuffled_ring(n, two_way, unroll):
+@pytest.mark.parametrize(
+    ("two_way", "unroll", "chains"),
+    [
+        (True, True, None),
+        (True, False, None),
+        (False, False, None),
+        (True, True, 2),
+        (False, False, 2),
+    ],
+)
+def test_gather_and_scatter_on_a_shuffled_ring(n, two_way, unroll, chains):
     mesh = mesh_of((n,), ("m",))
-    schedule = Schedule(("m",), n, two_way, unroll, order=shuffled(n, n))
+    schedule = Schedule(("m",), n, two_way, unroll, chains=chains, order=shuffled(n, n))
 
     def body(x, w, w2):
         (h,) = all_gather_einsum(x, [w], [Consumer(MATMUL, 0)], schedule, gathered_dim=0)

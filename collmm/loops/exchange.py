@@ -45,7 +45,9 @@ def all_to_all_einsum(
         block = take(moved, split_dim, shard_start(pos, distance, schedule, size), size)
         arrived = _to_peer(block, distance, schedule)
         # What arrives over ``distance`` comes from that many positions before this one.
-        states = arrivals.consume(states, arrived, pos, n - distance)
+        joined = arrived.shape[join_dim]
+        start = shard_start(pos, n - distance, schedule, joined)
+        states = arrivals.consume(states, arrived, start, n * joined)
     return lax.convert_element_type(states[0], consumer.partial.out_dtype)
 
 

@@ -6,6 +6,14 @@
                                                   y[s.id] = dot(s, ..)  # depend on each other
                                                   s = t
 
+A schedule with ``chains`` cuts every shard along the gathered dimension: each piece travels all the
+way by itself and is multiplied as it arrives, so that the ring ends with the einsum of a piece::
+
+    for i in range(n):
+        ta, tb = ppermute(sa), ppermute(sb)     # two-way, one each way
+        y[sa.id] = dot(sa, ..); y[sb.id] = dot(sb, ..)
+        sa, sb = ta, tb
+
 What travels may be narrower than what is multiplied: with ``unpack``, casts and scales are done on
 each shard as it arrives. Any number of einsums share one ring. The gathered label may be free in an
 einsum (a slice of the result is written), contracting (the local operand is sliced, and the
@@ -25,7 +33,7 @@ from jax import Array, lax
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
 from collmm.loops.ringops import position, put, send, shard_start, take, take_apart
-from collmm.ring import Chain, gather_chains
+from collmm.ring import Part, gather_parts
 from collmm.schedule import Schedule
 
 
@@ -54,16 +62,20 @@ def all_gather_einsum(
     gathered_dim: int,
     return_gathered: bool = False,
     unpack: Callable[[Any], Array] | None = None,
+    shard_dims: Any = None,
 ) -> list[Array]:
     """Einsums of ``all_gather(shard, schedule.axes, axis=gathered_dim, tiled=True)``.
 
     Runs inside ``shard_map``. ``shard`` is this device's block; ``locals_[k]`` is the other
     operand of ``consumers[k]``, whole in the gathered label where it has it. The blocks are
     joined in the order of the ring positions. One result per consumer, in its ``out_dtype``;
-    with ``return_gathered`` the gathered operand itself comes last. All share ``n - 1`` permutes.
+    with ``return_gathered`` the gathered operand itself comes last. All share ``n - 1`` permutes,
+    of each piece where the schedule cuts the shards.
 
     With ``unpack`` the shard is any pytree of arrays, each of which travels, and ``unpack(shard)``
-    is the block that is multiplied; it must not depend on which device it is done on.
+    is the block that is multiplied; it must not depend on which device it is done on, and of a
+    piece of the shard must make that piece of the block. ``shard_dims``, a pytree like the shard,
+    says which dimension of each array runs along the gathered one; ``gathered_dim`` by default.
 
     Raises ``OptionError`` when the operands do not fit each other or the mesh.
     """
@@ -78,7 +90,8 @@ def all_gather_einsum(
     ring = Arrivals(
         schedule, tuple(locals_), tuple(consumers), gathered_dim, return_gathered, unpack
     )
-    return rounded(go_round(ring, shard), consumers)
+    dims = gathered_dim if shard_dims is None else shard_dims
+    return rounded(go_round(ring, shard, dims), consumers)
 
 
 def rounded(states: States, consumers: Sequence[Consumer]) -> list[Array]:
@@ -99,17 +112,73 @@ class Ring(Protocol):
     def schedule(self) -> Schedule:
         """How they travel."""
 
-    def first(self, shard: Any, pos: Array) -> tuple[Ring, States]:
+    def first(self, shard: Any, start: Array, size: int) -> tuple[Ring, States]:
         """Make the results, of the own shard; what arrives later goes to the ring given back."""
 
-    def consume(self, states: States, shard: Any, pos: Array, offset: Any) -> States:
-        """Add to the results what the shard at ``offset`` is worth."""
+    def consume(self, states: States, piece: Any, start: Array, size: int) -> States:
+        """Add to the results what the piece at ``start`` is worth, of a dimension of ``size``."""
 
 
-def go_round(ring: Ring, shard: Any) -> States:
-    """Send ``shard`` round the ring and return the results, sums in their accumulation dtype."""
-    run = _unrolled if ring.schedule.unroll else _rolled
-    return run(ring, shard, position(ring.schedule))
+def go_round(ring: Ring, shard: Any, dims: Any) -> States:
+    """Send ``shard`` round the ring and return the results, sums in their accumulation dtype.
+
+    ``dims``: the gathered dimension of the shard, or of each of its arrays.
+    """
+    schedule = ring.schedule
+    if isinstance(dims, int):
+        dims = jax.tree.map(lambda _: dims, shard)
+    x, dim = jax.tree.leaves(shard)[0], jax.tree.leaves(dims)[0]
+    parts = gather_parts(schedule.ring_size, schedule.two_way, x.shape[dim], schedule.chunks)
+    trip = _Trip(schedule, position(schedule), parts, x.shape[dim], dims)
+    run = _unrolled if schedule.unroll else _rolled
+    return run(ring, shard, trip)
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """What travels on a ring, and where it belongs when it arrives.
+
+    Attributes:
+      schedule: how the ring runs.
+      pos: this device's position on it.
+      parts: what travels of every shard, each by itself.
+      block: the size of a shard in the gathered dimension.
+      dims: that dimension of each of the shard's arrays.
+    """
+
+    schedule: Schedule
+    pos: Array
+    parts: tuple[Part, ...]
+    block: int
+    dims: Any
+
+    def pieces(self, shard: Any) -> tuple[Any, ...]:
+        """The parts of the own shard."""
+
+        def cut(part: Part) -> Any:
+            if part.size == self.block:
+                return shard
+            at = part.start, part.start + part.size
+            return jax.tree.map(lambda x, d: lax.slice_in_dim(x, *at, axis=d), shard, self.dims)
+
+        return tuple(cut(part) for part in self.parts)
+
+    def send(self, piece: Any, part: Part) -> Any:
+        """Send a piece on."""
+        return jax.tree.map(lambda x: send(x, part.chain, self.schedule), piece)
+
+    def own(self) -> tuple[Array, int]:
+        """Where the own shard starts in the gathered dimension, and the size of that."""
+        return self._place(0, 0)
+
+    def place(self, part: Part, i: Any) -> tuple[Array, int]:
+        """The same of the part that is here after ``i`` sends."""
+        return self._place(part.chain.gathered_offset(i), part.start)
+
+    def _place(self, offset: Any, within: int) -> tuple[Array, int]:
+        start = shard_start(self.pos, offset, self.schedule, self.block)
+        start = start + start.dtype.type(within) if within else start
+        return start, self.block * self.schedule.ring_size
 
 
 # Bytes of a sum beyond which libtpu's tiles suffer from a slice that is fused; as seen for v5e,
@@ -128,32 +197,36 @@ class Arrivals:
     return_gathered: bool
     unpack: Callable[[Any], Array] | None = None
 
-    def first(self, shard: Any, pos: Array) -> tuple[Arrivals, States]:
+    def first(self, shard: Any, start: Array, size: int) -> tuple[Arrivals, States]:
         """Multiply the own shard, which makes the results."""
-        return self, self.consume(self.empty(), shard, pos, 0)
+        return self, self.consume(self.empty(), shard, start, size)
 
     def empty(self) -> States:
         """No results yet: the first step makes them."""
         return (None,) * (len(self.consumers) + self.return_gathered)
 
-    def consume(self, states: States, shard: Any, pos: Array, offset: Any) -> States:
-        """Multiply the shard at ``offset`` with every local operand."""
-        shard = shard if self.unpack is None else self.unpack(shard)
-        n, block = self.schedule.ring_size, shard.shape[self.dim]
-        start = shard_start(pos, offset, self.schedule, block)
+    def consume(self, states: States, piece: Any, start: Array, size: int) -> States:
+        """Multiply the piece at ``start`` with every local operand."""
+        piece = piece if self.unpack is None else self.unpack(piece)
         new = [
-            self.consume_one(consumer, local, state, shard, start)
+            self.consume_one(consumer, local, state, piece, (start, size))
             for consumer, local, state in zip(self.consumers, self.locals_, states, strict=False)
         ]
         if self.return_gathered:
-            new.append(put(states[-1], shard, self.dim, start, n * block))
+            new.append(put(states[-1], piece, self.dim, start, size))
         return tuple(new)
 
     def consume_one(
-        self, consumer: Consumer, local: Array, state: Array | None, shard: Array, start: Array
+        self,
+        consumer: Consumer,
+        local: Array,
+        state: Array | None,
+        shard: Array,
+        place: tuple[Array, int],
     ) -> Array:
-        """Multiply the block at ``start`` with one local operand."""
+        """Multiply what lies at ``place``, (start, whole size), with one local operand."""
         partial, block = consumer.partial, shard.shape[self.dim]
+        start, size = place
         label = consumer.gathered_labels()[self.dim]
         if label in consumer.local_labels():
             cut = take_apart if self._sums_much(consumer, shard, local) else take
@@ -162,7 +235,6 @@ class Arrivals:
         if label not in partial.einsum.out:
             part = partial.partial_sum(*operands)
             return part if state is None else add(state, part)
-        size = block * self.schedule.ring_size
         return put(state, partial.dot(*operands), partial.einsum.out.index(label), start, size)
 
     def _sums_much(self, consumer: Consumer, shard: Array, local: Array) -> bool:
@@ -177,62 +249,55 @@ class Arrivals:
         return elements * partial.accumulation_dtype.itemsize > _LARGE_SUM
 
 
-def _unrolled(ring: Ring, shard: Any, pos: Array) -> States:
+def _unrolled(ring: Ring, shard: Any, trip: _Trip) -> States:
     """Every step written out: the sends of step i first, then the einsums of step i."""
-    schedule = ring.schedule
-    chains = gather_chains(schedule.ring_size, schedule.two_way)
-    held = [shard] * len(chains)
+    held = trip.pieces(shard)
     states: States = ()
-    for i in range(chains[0].sends + 1):
-        arriving = [
-            _send(x, chain, schedule) if i < chain.sends else x
-            for x, chain in zip(held, chains, strict=True)
-        ]
-        if i == 0:  # every chain holds the own shard: multiply it once
-            ring, states = ring.first(shard, pos)
-        for k, chain in enumerate(chains):
-            if 0 < i <= chain.sends:
-                states = ring.consume(states, held[k], pos, chain.gathered_offset(i))
+    for i in range(max(part.chain.sends for part in trip.parts) + 1):
+        arriving = tuple(
+            trip.send(x, part) if i < part.chain.sends else x
+            for x, part in zip(held, trip.parts, strict=True)
+        )
+        if i == 0:  # the own shard, in one einsum
+            ring, states = ring.first(shard, *trip.own())
+        for x, part in zip(held, trip.parts, strict=True):
+            if 0 < i <= part.chain.sends:
+                states = ring.consume(states, x, *trip.place(part, i))
         held = arriving
     return states
 
 
-def _rolled(ring: Ring, shard: Any, pos: Array) -> States:
+def _rolled(ring: Ring, shard: Any, trip: _Trip) -> States:
     """A loop whose program does not grow with the ring; the sends are those of the unrolled one.
 
     The own shard is peeled off in front (it makes the results, so no buffer is filled first) and
     the last shards behind (nothing is left to send, or one chain has one send more).
     """
-    schedule = ring.schedule
-    chains = gather_chains(schedule.ring_size, schedule.two_way)
-    common = min(chain.sends for chain in chains)
+    parts = trip.parts
+    common = min(part.chain.sends for part in parts)
 
     def arrive(held: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_send(x, c, schedule) for x, c in zip(held, chains, strict=True))
+        return tuple(trip.send(x, part) for x, part in zip(held, parts, strict=True))
 
     def consume(states: States, held: tuple[Any, ...], i: Any) -> States:
-        for x, chain in zip(held, chains, strict=True):
-            states = ring.consume(states, x, pos, chain.gathered_offset(i))
+        for x, part in zip(held, parts, strict=True):
+            states = ring.consume(states, x, *trip.place(part, i))
         return states
 
     def body(i: Array, carry: tuple[tuple[Any, ...], States]) -> Any:
         held, states = carry
         return arrive(held), consume(states, held, i)
 
-    held = arrive((shard,) * len(chains))
-    ring, states = ring.first(shard, pos)
+    held = arrive(trip.pieces(shard))
+    ring, states = ring.first(shard, *trip.own())
     if common > 1:
         held, states = lax.fori_loop(1, common, body, (held, states))
-    longest = chains[0]
-    extra = [_send(held[0], longest, schedule)] if longest.sends > common else []
+    longest = parts[0]
+    extra = [trip.send(held[0], longest)] if longest.chain.sends > common else []
     states = consume(states, held, common)
     for x in extra:
-        states = ring.consume(states, x, pos, longest.gathered_offset(longest.sends))
+        states = ring.consume(states, x, *trip.place(longest, longest.chain.sends))
     return states
-
-
-def _send(shard: Any, chain: Chain, schedule: Schedule) -> Any:
-    return jax.tree.map(lambda x: send(x, chain, schedule), shard)
 
 
 def _ordered(consumer: Consumer, gathered: Array, local: Array) -> tuple[Array, Array]:

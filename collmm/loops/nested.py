@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from collmm.loops.gather import Arrivals, Consumer, States, check, go_round, rounded
 from collmm.loops.partial import PartialEinsum, add
-from collmm.loops.ringops import Place, position, put, put_at, shard_start, take
+from collmm.loops.ringops import Place, position, put, put_at, take
 from collmm.loops.scatter import Scattered, Term, sum_of_terms
 from collmm.loops.scatter import check as check_terms
 from collmm.schedule import Schedule
@@ -88,7 +88,7 @@ def nested_gather_einsum(
         return_gathered,
         inners=tuple(inners),
     )
-    return rounded(go_round(ring, shard), consumers)
+    return rounded(go_round(ring, shard, gathered_dim), consumers)
 
 
 def nested_reduce_scatter(
@@ -117,24 +117,20 @@ class _Outer(Arrivals):
 
     inners: tuple[Inner | None, ...] = ()
 
-    def first(self, shard: Any, pos: Array) -> tuple[Arrivals, States]:
+    def first(self, shard: Any, start: Array, size: int) -> tuple[Arrivals, States]:
         """Run the inner rings on the own shard; the ring that goes on has whole operands."""
-        block = shard.shape[self.dim]
-        start = shard_start(pos, 0, self.schedule, block)
         locals_, states = [], []
         for consumer, local, inner in zip(self.consumers, self.locals_, self.inners, strict=True):
             if inner is None:
-                states.append(self.consume_one(consumer, local, None, shard, start))
+                states.append(self.consume_one(consumer, local, None, shard, (start, size)))
                 locals_.append(local)
                 continue
-            place = self.dim, start, block * self.schedule.ring_size
-            product = _first_product(consumer, shard, inner, place)
+            product = _first_product(consumer, shard, inner, (self.dim, start, size))
             (made,), whole = _gathered([product], local, inner)
             states.append(made)
             locals_.append(whole)
         if self.return_gathered:
-            whole = block * self.schedule.ring_size
-            states.append(put(None, shard, self.dim, start, whole))
+            states.append(put(None, shard, self.dim, start, size))
         ring = Arrivals(
             self.schedule, tuple(locals_), self.consumers, self.dim, self.return_gathered
         )
@@ -272,17 +268,15 @@ class _InnerRing:
     dim: int
     products: tuple[_Product, ...]
 
-    def first(self, shard: Array, pos: Array) -> tuple[_InnerRing, States]:
-        return self, self.consume((None,) * (1 + len(self.products)), shard, pos, 0)
+    def first(self, shard: Array, start: Array, size: int) -> tuple[_InnerRing, States]:
+        return self, self.consume((None,) * (1 + len(self.products)), shard, start, size)
 
-    def consume(self, states: States, shard: Array, pos: Array, offset: Any) -> States:
-        block = shard.shape[self.dim]
-        start = shard_start(pos, offset, self.schedule, block)
+    def consume(self, states: States, shard: Array, start: Array, size: int) -> States:
         made = [
             product.with_shard(state, shard, start)
             for product, state in zip(self.products, states, strict=False)
         ]
-        whole = put(states[-1], shard, self.dim, start, block * self.schedule.ring_size)
+        whole = put(states[-1], shard, self.dim, start, size)
         return (*made, whole)
 
 
@@ -291,5 +285,5 @@ def _gathered(
 ) -> tuple[list[Array], Array]:
     """Gather an operand: (what the products are, the operand)."""
     ring = _InnerRing(inner.schedule, inner.dim, tuple(products))
-    *made, whole = go_round(ring, shard)
+    *made, whole = go_round(ring, shard, inner.dim)
     return [product.finished(x) for product, x in zip(products, made, strict=True)], whole
