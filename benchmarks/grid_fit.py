@@ -24,6 +24,7 @@ from grid_report import entries as found_in
 from collmm.cost.figures import Chip
 from collmm.cost.fit import OUTLIER, solved
 from collmm.cost.hardware import chip
+from collmm.cost.shape_fit import usual
 
 FIELDS = (
     *("matrix_share", "result", "kept", "summed", "start", "arrived_start"),
@@ -52,23 +53,6 @@ def with_figures(row: Chip, values: Mapping[str, float]) -> Chip:
         for name, value in values.items()
     }
     return dataclasses.replace(row, shape=dataclasses.replace(row.shape, **changes))
-
-
-def usual(row: Chip) -> dict[str, float]:
-    """Figures as they are on most chips, from which the fit starts and to which it is drawn."""
-    element = 1.75e3 / row.bf16.value()
-    return {
-        "matrix_share": 0.9,
-        "result": element,
-        "kept": element / 2,
-        "summed": element * 0.8,
-        "start": 2e-6,
-        "arrived_start": 1e-6,
-        "memory_share": 0.7,
-        "onchip": 4 * row.hbm_bytes_per_s(),
-        "pass_start": 1.2e-6,
-        "pass_share": 0.6,
-    }
 
 
 def residuals_of(

@@ -4,44 +4,42 @@
     simulated CPU devices    the same; what comes out are figures of this machine, of no link
     a compile-only target    einsums compiled for it; the compiler's estimated cycles or times
 
-Either way the figures are fitted to every other size and judged by the rest (``cost.fit``).
+Devices give rates and launches (``cost.fit``), a compiler what an einsum's shape costs
+(``cost.shape_fit``); either way what is fitted is judged by sizes that it was not fitted to.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from absl import logging
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from collmm import report
-from collmm.cost.einsum import Product
 from collmm.cost.estimate import assumed_ring
-from collmm.cost.figures import Figure, Rate
-from collmm.cost.fit import COMPILED, Fit, Sample, fit
-from collmm.cost.hardware import chip
+from collmm.cost.figures import Chip, EinsumTable, Figure, Rate
+from collmm.cost.fit import CurveError, Fit, Sample, fit
+from collmm.cost.hardware import chip, load_profile, profile_row
+from collmm.cost.profile_shape import UNITS
+from collmm.cost.shape_fit import FITTED, fit_shape, fit_table
 from collmm.devices import SIMULATED as CPU
 from collmm.devices import attached, describe, row_of
 from collmm.errors import OptionError, TargetError
-from collmm.hlo.parse import parse
+from collmm.estimating import Wanted, between_samples, table_samples, tpu_samples
 from collmm.measuring import ACCELERATOR, SIMULATED, Sizes, measure
-from collmm.prediction import predict
 from collmm.targets import Target, apply_environment, parse_target
 from collmm.topology import RingPlaces
 
-# Shapes of the einsums that are compiled: rows of one step, and the width of both operands.
-_ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
-_WIDTHS = (1024, 2048, 4096, 8192)
+_LIST = re.compile(r"\[[^\[\]{}]*\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,23 +63,25 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        figures = [
-            (name, _shown(getattr(self.fit.chip, name)), _shown(getattr(chip(self.base), name)))
-            for name in self.fit.fields
-        ]
+        base = chip(self.base).per_device()
         errors = [
-            (e.curve, str(e.fitted), str(e.held_out), _percent(e.median), _percent(e.worst))
+            (e.curve, str(e.fitted), str(e.held_out), *map(_percent, _four(e)))
             for e in self.fit.errors
         ]
+        heads = ("curve", "fitted", "held out", "median", "worst", "of the table", "worst")
         return "\n".join(
             [
                 f"{self.name}: {self.measured}",
                 *(f"note: {note}" for note in self.notes),
                 "",
-                report.table(("figure", "fitted", f"{self.base} of the table"), figures),
+                report.table(
+                    ("figure", "fitted", f"{self.base} of the table"),
+                    _figures(self.fit, base),
+                ),
                 "",
-                "error of the predictions on sizes that were held out of the fit:",
-                report.table(("curve", "fitted", "held out", "median", "worst"), errors),
+                "error of the predictions on sizes that were held out of the fit, and of those of",
+                f"the table's {self.base} there:",
+                report.table(heads, errors),
             ]
         )
 
@@ -92,12 +92,18 @@ class Calibration:
             "measured": self.measured,
             "notes": list(self.notes),
             "row": self.row(),
-            "errors": [dataclasses.asdict(e) for e in self.fit.errors],
+            "errors": [
+                {k: None if v != v else v for k, v in dataclasses.asdict(e).items()}
+                for e in self.fit.errors
+            ],
             "samples": [
                 {
                     "curve": s.curve,
                     "bytes": s.bytes,
                     "product": None if s.product is None else dataclasses.asdict(s.product),
+                    "moved": s.moved,
+                    "onchip": s.onchip,
+                    "result": s.result,
                     "seconds": s.seconds,
                 }
                 for s in self.samples
@@ -105,30 +111,50 @@ class Calibration:
         }
 
     def row(self) -> dict[str, Any]:
-        """Return the row as ``cost.hardware.load_profile`` reads it."""
-        fields = {}
-        for name in self.fit.fields:
-            figure = getattr(self.fit.chip, name)
-            figure = figure.achievable if isinstance(figure, Rate) else figure
-            fields[name] = {"value": float(f"{figure.value:.4g}"), "source": figure.source}
-        return {"base": self.base, **fields, "devices_per_chip": 1}
+        """Return the row as ``cost.hardware.load_profile`` reads it: of a chip, as the table's."""
+        base = chip(self.base)
+        fitted = {
+            name: _per_chip(getattr(self.fit.chip, name), name, base.devices_per_chip)
+            for name in self.fit.fields
+        }
+        return profile_row(dataclasses.replace(base, **fitted), base)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the row to a profile; other rows that the file has are kept.
 
         Raises OptionError when the file is no profile or cannot be written.
         """
-        file = pathlib.Path(path)
+        rows = profile_at(path)
+        rows[self.name] = self.row()
         try:
-            rows = json.loads(file.read_text()) if file.exists() else {}
-            if not isinstance(rows, dict):
-                raise OptionError(f"{file} is no profile; name another file")
-            rows[self.name] = self.row()
-            file.write_text(json.dumps(rows, indent=1) + "\n")
-        except ValueError:
-            raise OptionError(f"{file} is no profile; name another file") from None
+            text = _LIST.sub(_one_line, json.dumps(rows, indent=1))
+            pathlib.Path(path).write_text(text + "\n")
         except OSError as e:
-            raise OptionError(f"cannot write the profile {file}: {e.strerror}") from None
+            raise OptionError(f"cannot write the profile {path}: {e.strerror}") from None
+
+
+def profile_at(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The rows of the profile that is to be written at ``path``; none where there is no file yet.
+
+    Raises OptionError when the file is no profile or cannot be written: worth asking before
+    minutes are spent on measuring.
+    """
+    file = pathlib.Path(path)
+    asked = file if file.exists() else file.parent
+    if not asked.exists():
+        raise OptionError(f"cannot write the profile {file}: there is no directory {asked}")
+    if file.is_dir():
+        raise OptionError(f"cannot write the profile {file}: it is a directory")
+    if not os.access(asked, os.W_OK):
+        raise OptionError(f"cannot write the profile {file}: {os.strerror(errno.EACCES)}")
+    if not file.exists():
+        return {}
+    try:
+        load_profile(file)
+    except OptionError as e:
+        raise OptionError(f"{e}; name another file to write to") from None
+    rows: dict[str, Any] = json.loads(file.read_text())
+    return rows
 
 
 def calibrate(
@@ -152,8 +178,7 @@ def calibrate(
     apply_environment(found.name)
     if found.kind == "cpu":
         return calibrate_devices(found.devices(), name, SIMULATED.quick() if quick else None)
-    step = 2 if quick else 1
-    return calibrate_target(found, name, _ROWS[::step], _WIDTHS[::step])
+    return calibrate_target(found, name, Wanted().quick() if quick else Wanted())
 
 
 def calibrate_devices(
@@ -189,17 +214,16 @@ def calibrate_devices(
 
 
 def calibrate_target(
-    target: Target,
-    name: str | None = None,
-    rows: Sequence[int] = _ROWS,
-    widths: Sequence[int] = _WIDTHS,
+    target: Target, name: str | None = None, wanted: Wanted | None = None
 ) -> Calibration:
-    """Fit einsums to the estimates of ``target``'s own compiler; nothing is run.
+    """Fit what an einsum's shape costs to the estimates of ``target``'s own compiler.
+
+    Nothing is run.
 
     Args:
       target: a tpu, or a gpu whose compiler writes its estimates.
       name: of the row; that of the target's chip without.
-      rows, widths: of the einsums ``[rows, width] @ [width, width]`` in bf16, every pair.
+      wanted: the einsums to compile; see ``estimating.Wanted``.
 
     Raises TargetError for a target without estimates.
     """
@@ -208,13 +232,22 @@ def calibrate_target(
             f"{target.name}: its compiler states no times; calibrate for tpu:v5e:2x4 or gpu:h100:8,"
             " say, or on devices"
         )
-    base = target.hardware.per_device()
-    samples = tuple(_compiled(target, rows, widths))
+    base, wanted = target.hardware.per_device(), wanted or Wanted()
     source = f"fitted to the estimates of the compiler for {target.name}, jax {jax.__version__}"
     name = name or target.hardware.name
-    fitted = fit(samples, base, None, source, name)
-    notes = ("links are not in a compiler's estimates: those of the table are kept",)
-    return Calibration(name, target.hardware.name, source, fitted, samples, notes)
+    notes = ["rates and links are not in a compiler's estimates: those of the table are kept"]
+    if target.kind == "gpu":
+        points = tuple(table_samples(target, wanted))
+        between = tuple(between_samples(target, wanted))
+        fitted = fit_table(points, between, base, source, name)
+        return Calibration(name, base.name, source, fitted, (*points, *between), tuple(notes))
+    if base.shape is None:
+        notes.append(
+            f"the table has no shape for {base.name}: what single einsums do not tell is assumed"
+        )
+    samples = tuple(tpu_samples(target, wanted))
+    fitted = fit_shape(samples, base, source, name)
+    return Calibration(name, base.name, source, fitted, samples, tuple(notes))
 
 
 def _placed(devices: Sequence[Any]) -> np.ndarray:
@@ -226,22 +259,42 @@ def _placed(devices: Sequence[Any]) -> np.ndarray:
     return mesh_utils.create_device_mesh((len(devices),), list(devices))
 
 
-def _compiled(target: Target, rows: Sequence[int], widths: Sequence[int]) -> Iterator[Sample]:
-    mesh = Mesh(np.array(target.devices()[:1]), ("one",))
-    whole = NamedSharding(mesh, P())
+def _per_chip(value: Any, name: str, count: int) -> Any:
+    """A field per device as a row of a chip of ``count`` devices has it."""
+    if count == 1 or not isinstance(value, Rate) or name in ("link", "peer", "dcn"):
+        return value
+    return value.scaled(count, f"{count} devices")
 
-    def array(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
 
-    for width in widths:
-        for count in rows:
-            product = Product(1, count, width, width)
-            lowered = jax.jit(jnp.matmul).lower(array(count, width), array(width, width))
-            text = target.compile(lowered, target.baseline_options()).as_text()
-            found = predict(parse(text or ""), target, devices=list(mesh.devices.flat)).timeline
-            assert found is not None
-            logging.info("[%d, %d]: %.3g us", count, width, found.compute * 1e6)
-            yield Sample(COMPILED, found.compute, product.flops, product)
+def _one_line(found: re.Match[str]) -> str:
+    """A list that holds no other, written in one line."""
+    return "[" + ", ".join(part.strip() for part in found[0][1:-1].split(",")) + "]"
+
+
+def _figures(fitted: Fit, base: Chip) -> list[tuple[str, str, str]]:
+    """A line per figure: its name, as it was fitted, and as the table has it."""
+    rows = []
+    for name in fitted.fields:
+        new, old = getattr(fitted.chip, name), getattr(base, name)
+        if name == "table":
+            rows.append((name, _points(new), _points(old)))
+        elif name == "shape":
+            shown = FITTED if old is not None else UNITS
+            rows += [(f, _shown(getattr(new, f)), _shown(getattr(old, f, None))) for f in shown]
+        else:
+            rows.append((name, _shown(new), _shown(old)))
+    return rows
+
+
+def _points(table: EinsumTable | None) -> str:
+    if table is None:
+        return "-"
+    sides = (table.short, table.depth, table.long)
+    return f"shares at {' x '.join(str(len(side)) for side in sides)} points"
+
+
+def _four(e: CurveError) -> tuple[float, float, float, float]:
+    return e.median, e.worst, e.base_median, e.base_worst
 
 
 def _shown(value: Rate | Figure | None) -> str:

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import pytest
 
 from collmm import Options
 from collmm.cost import hardware
-from collmm.cost.hardware import CHIPS, Chip, Figure, Rate, chip, load_profile
+from collmm.cost.einsum import Product, time_of
+from collmm.cost.figures import EinsumShape
+from collmm.cost.hardware import CHIPS, Chip, Figure, Rate, chip, load_profile, profile_row
 from collmm.errors import OptionError
 
 TPUS = ("v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -211,6 +214,89 @@ def test_a_malformed_profile_is_one_line(tmp_path, content, message):
     assert "profile.json" in text
 
 
+SHAPE = {f.name: getattr(CHIPS["v5e"].shape, f.name).value for f in dataclasses.fields(EinsumShape)}
+TABLE = {"short": [64, 256], "depth": [512], "long": [256], "shares": [[[0.1]], [[0.2]]]}
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_a_row_that_is_written_is_read_again_as_it_was(tmp_path, name):
+    """Every figure of every row, from a base whose figures are others."""
+    row = dataclasses.replace(CHIPS[name], name="mine", early_gathers=not CHIPS[name].early_gathers)
+    base = CHIPS["v3" if row.kind == "tpu" else "mi300x"]
+    missing = {f.name: None for f in dataclasses.fields(row) if getattr(row, f.name) is None}
+    kept = {f: getattr(base, f) for f in ("kind", "pod_shape", "wrap")}
+    row = dataclasses.replace(row, **kept, **{k: getattr(base, k) for k in missing})
+    written = profile_row(row, base)
+    again = load_profile(write(tmp_path, {"mine": written}))["mine"]
+    for field in dataclasses.fields(row):
+        got, want = getattr(again, field.name), getattr(row, field.name)
+        if isinstance(want, Rate):  # one source is written for both
+            assert (got.achievable, got.nominal.value) == (want.achievable, want.nominal.value)
+        else:
+            assert got == want, field.name
+    assert set(profile_row(base, base)) == {"base"}
+
+
+def test_a_profile_gives_what_the_shape_of_an_einsum_costs(tmp_path):
+    table = load_profile(
+        write(
+            tmp_path,
+            {
+                "v5e": {"shape": {"start": 3e-6, "late": {"value": 1, "source": "seen"}}},
+                "new": {"base": "v3", "shape": SHAPE},
+                "bare": {"base": "v6e", "shape": None},
+                "lab": {"base": "a100", "table": TABLE},
+                "plain": {"base": "h100", "table": None},
+            },
+        )
+    )
+    shape, known = table["v5e"].shape, CHIPS["v5e"].shape
+    assert (shape.start.value, shape.late) == (3e-6, Figure(1.0, "1", "seen"))
+    assert shape.result == known.result
+    assert {f: getattr(table["new"].shape, f).value for f in SHAPE} == SHAPE
+    assert table["bare"].shape is None
+    assert table["plain"].table is None
+    assert table["lab"].table.share(256, 512, 64) == pytest.approx(0.1)
+    assert table["lab"].table.source == "profile"
+    # What is read decides the times.
+    wide = Product(1, 1024, 1024, 1024)
+    slower = time_of(wide, table["v5e"]).seconds - time_of(wide, CHIPS["v5e"]).seconds
+    assert slower == pytest.approx(3e-6 - known.start.value)
+    fast, slow = (time_of(wide, table[name]).seconds for name in ("plain", "lab"))
+    assert fast < slow
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"base": "v5e", "shape": 3}, "'shape' must be an object of figures or null, not 3"),
+        ({"base": "v5e", "shape": {"begin": 1}}, "'begin' is not one of matrix_share, result"),
+        ({"base": "v3", "shape": {"start": 1}}, "has no 'matrix_share', and the base row has no"),
+        ({"base": "v5e", "shape": {"start": 0}}, "'start' must be a positive number, not 0"),
+        ({"base": "v5e", "shape": {"start": "1"}}, "'start' must be a positive number, not '1'"),
+        ({"base": "v5e", "shape": {"start": {}}}, "'start' has no \"value\""),
+        ({"base": "v5e", "shape": {"start": {"value": 1, "x": 1}}}, "'x' is not one of source"),
+        ({"base": "v5e", "shape": {"late": 2}}, "'late' must be 0 or 1, not 2"),
+        ({"base": "h100", "table": 3}, "'table' must be null, or have short, depth, long, shares"),
+        ({"base": "h100", "table": {**TABLE, "x": 1}}, "'table' must be null, or have short"),
+        ({"base": "h100", "table": {**TABLE, "short": [256, 64]}}, "'short' must be sizes that"),
+        ({"base": "h100", "table": {**TABLE, "depth": [1.5]}}, "'depth' must be sizes that grow"),
+        ({"base": "h100", "table": {**TABLE, "long": []}}, "'long' must be sizes that grow"),
+        ({"base": "h100", "table": {**TABLE, "shares": [[[0.1]]]}}, "one has 1 where 2 are wanted"),
+        ({"base": "h100", "table": {**TABLE, "shares": [[[0.1]], [0.2]]}}, "one has 0.2 where 1"),
+        (
+            {"base": "h100", "table": {**TABLE, "shares": [[[0.1]], [[0]]]}},
+            "'shares' must be positive numbers, not 0",
+        ),
+    ],
+)
+def test_a_malformed_shape_or_table_is_one_line(tmp_path, fields, message):
+    with pytest.raises(OptionError) as caught:
+        load_profile(write(tmp_path, {"mine": fields}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_profile_is_one_line(tmp_path):
     with pytest.raises(OptionError, match=r"none\.json': No such file"):
         load_profile(tmp_path / "none.json")
@@ -234,6 +320,16 @@ def test_the_rows_of_a_profile_are_named_in_order(tmp_path):
     assert hardware.profile_rows(path) == ("lab", "v5e")
     with pytest.raises(OptionError, match="No such file"):
         hardware.profile_rows(tmp_path / "none.json")
+
+
+def test_the_profile_of_the_readme_is_read(tmp_path):
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+    example = readme.split("### Profiles")[1].split("```json")[1].split("```")[0]
+    table = load_profile(write(tmp_path, example))
+    assert table["h100"].link_bytes_per_s() == 3.1e11
+    assert table["lab"].shape.matrix_share.value == 0.95
+    assert table["lab"].shape.result == CHIPS["v5e"].shape.result
+    assert table["gpus"].table.share(256, 1024, 4096) == pytest.approx(0.2)
 
 
 def test_options_take_a_chip_of_their_profile(tmp_path):

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
     """Measure, print the figures and their error, write the profile."""
     if arguments:
         raise OptionError(f"calibrate takes no arguments, and got {arguments[0]!r}")
+    if values.out is not None:
+        calibration.profile_at(values.out)
     done = calibration.calibrate(values.target, name=values.name, quick=values.quick)
     if values.out is not None:
         done.save(values.out)
@@ -56,8 +58,8 @@ COMMAND = Command(
     simulated CPU devices. Every second size is held out of the fit, and the error on those is
     reported.
 
-    For a tpu or gpu target nothing is run: einsums are compiled, and the matrix unit's figures
-    fitted to the compiler's own estimates.
+    For a tpu or gpu target nothing is run: einsums are compiled, in one to four minutes, and what
+    their shapes cost is fitted to the compiler's own estimates.
 
     --out adds the row to a profile, which Options(profile=...) and --profile of the other commands
     read.""",

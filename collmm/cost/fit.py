@@ -20,11 +20,12 @@ import numpy as np
 
 from collmm.cost import collectives
 from collmm.cost.collectives import Ring
-from collmm.cost.einsum import Product, time_of
+from collmm.cost.einsum import Place, Product, time_of
 from collmm.cost.figures import Chip, Figure, Rate
 
 PERMUTE, GATHER, SCATTER = "permute", "all-gather", "reduce-scatter"
-MEMORY, EINSUM, COMPILED = "memory", "einsum", "compiled einsum"
+MEMORY, EINSUM = "memory", "einsum"
+COMPILED, OF_A_SUM = "compiled einsum", "compiled einsum of a sum"
 # The rate of a chip that is the matrix peak for an element type.
 _PEAKS = {"bfloat16": "bf16", "float32": "f32"}
 Residuals = Callable[[Mapping[str, float]], tuple[np.ndarray, np.ndarray]]
@@ -32,6 +33,8 @@ _FACTORS = (1.0, 0.6, 0.3)
 _ROUNDS = 100
 OUTLIER = 0.2
 _NUDGE = 1e-3
+_DIGITS = 4
+_DRAWN = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +43,24 @@ class Sample:
 
     Attributes:
       kind: ``"permute"``, ``"all-gather"``, ``"reduce-scatter"``, ``"memory"``; ``"einsum"``, one
-        step of a loop with its launch; or ``"compiled einsum"``, a compiler's estimate of one.
+        step of a loop with its launch; ``"compiled einsum"``, a compiler's estimate of a single
+        one, or ``"compiled einsum of a sum"``, of the first or last of several that are added.
       seconds: how long one took.
       bytes: of a permute what one device sends, of the other collectives the whole value; of
         memory what is read and written; of an einsum its floating-point operations.
       product: the einsum.
+      moved: bytes that it reads from and writes to the device memory; None is all of them.
+      onchip: bytes of its operands that it finds on the chip.
+      result: where its result goes.
     """
 
     kind: str
     seconds: float
     bytes: float
     product: Product | None = None
+    moved: float | None = None
+    onchip: float = 0.0
+    result: Place = "memory"
 
     @property
     def curve(self) -> str:
@@ -66,6 +76,7 @@ class CurveError:
       curve: which.
       fitted, held_out: numbers of samples.
       median, worst: of ``|predicted / measured - 1|`` on the held-out ones.
+      base_median, base_worst: the same of the row that the fit started from.
     """
 
     curve: str
@@ -73,6 +84,8 @@ class CurveError:
     held_out: int
     median: float
     worst: float
+    base_median: float = math.nan
+    base_worst: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +111,11 @@ def fit(samples: Sequence[Sample], base: Chip, ring: Ring | None, source: str, n
     start = _parameters(used, base, ring)
     values: dict[str, float] = {}
     if start:
-        values = solved(start, lambda v: _residuals(used, _row(base, v, source, name), ring))
-    chip = _row(base, values, source, name)
-    curves = dict.fromkeys(s.curve for s in samples)
-    errors = tuple(_error(c, used, held_out, chip, with_figures(ring, chip)) for c in curves)
+        values = solved(
+            start, lambda v: _residuals(used, _row(base, v, source, name), ring, v, start)
+        )
+    chip = _row(base, rounded(values), source, name)
+    errors = errors_of(used, held_out, chip, base, ring)
     fields = tuple(
         f.name
         for f in dataclasses.fields(Chip)
@@ -122,11 +136,18 @@ def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
     return used, held_out
 
 
+def rounded(values: Mapping[str, float]) -> dict[str, float]:
+    """``values`` as they are told and written: what is judged is what is read again."""
+    return {name: float(f"{value:.{_DIGITS}g}") for name, value in values.items()}
+
+
 def predicted(sample: Sample, chip: Chip, ring: Ring | None) -> float:
     """The seconds that the cost model gives one sample on ``chip``, over ``ring``."""
     if sample.product is not None:
         launch_s = chip.step_launch.value if sample.kind == EINSUM else 0.0
-        return launch_s + time_of(sample.product, chip).seconds
+        moved, onchip = sample.moved, sample.onchip
+        found = time_of(sample.product, chip, moved=moved, onchip=onchip, result=sample.result)
+        return launch_s + found.seconds
     if sample.kind == MEMORY:
         return sample.bytes / chip.hbm_bytes_per_s()
     assert ring is not None
@@ -169,8 +190,6 @@ def _parameters(used: Sequence[Sample], base: Chip, ring: Ring | None) -> dict[s
         products = [s for s in used if s.product is not None and s.product.dtype == dtype]
         if products:
             values[field] = max(s.product.flops / s.seconds for s in products if s.product)
-            if MEMORY not in kinds:
-                values.setdefault("hbm", base.hbm_bytes_per_s())
     if EINSUM in kinds:
         values["step_launch"] = min(s.seconds for s in used if s.kind == EINSUM) / 2
     if ring is None:
@@ -206,13 +225,23 @@ def _unit(base: Chip, field: str) -> str:
 
 
 def _residuals(
-    used: Sequence[Sample], chip: Chip, ring: Ring | None
+    used: Sequence[Sample],
+    chip: Chip,
+    ring: Ring | None,
+    values: Mapping[str, float],
+    start: Mapping[str, float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``log(predicted / measured)`` of every sample, and weights that make curves count alike."""
+    """``log(predicted / measured)`` of every sample, and weights that make curves count alike.
+
+    A figure is drawn to where it starts, so little that it only counts where no sample tells it: a
+    launch that is not seen is then small, and not nothing at all.
+    """
     ring = with_figures(ring, chip)
     sizes = Counter(s.curve for s in used)
     off = [math.log(predicted(s, chip, ring) / s.seconds) for s in used]
-    return np.array(off), np.array([1 / sizes[s.curve] for s in used])
+    away = [math.log(value / start[name]) for name, value in values.items()]
+    weights = [1 / sizes[s.curve] for s in used] + [_DRAWN] * len(away)
+    return np.array(off + away), np.array(weights)
 
 
 def solved(
@@ -268,16 +297,37 @@ def _solved_from(
     return dict(zip(names, map(float, np.exp(at)), strict=True)), best
 
 
+def errors_of(
+    used: Sequence[Sample],
+    held_out: Sequence[Sample],
+    chip: Chip,
+    base: Chip,
+    ring: Ring | None = None,
+) -> tuple[CurveError, ...]:
+    """How far the predictions on ``chip`` are off on what was held out, and those on ``base``."""
+    curves = dict.fromkeys(s.curve for s in (*used, *held_out))
+    return tuple(_error(c, used, held_out, chip, base, ring) for c in curves)
+
+
 def _error(
     curve: str,
     used: Sequence[Sample],
     held_out: Sequence[Sample],
     chip: Chip,
+    base: Chip,
     ring: Ring | None,
 ) -> CurveError:
     mine = [s for s in held_out if s.curve == curve]
-    off = [abs(predicted(s, chip, ring) / s.seconds - 1) for s in mine]
     fitted = sum(s.curve == curve for s in used)
-    if not off:
+    if not mine:
         return CurveError(curve, fitted, 0, math.nan, math.nan)
-    return CurveError(curve, fitted, len(mine), statistics.median(off), max(off))
+
+    def off(row: Chip) -> list[float]:
+        over = with_figures(ring, row)
+        return [abs(predicted(s, row, over) / s.seconds - 1) for s in mine]
+
+    now, before = off(chip), off(base)
+    median, worst = statistics.median(now), max(now)
+    return CurveError(
+        curve, fitted, len(mine), median, worst, statistics.median(before), max(before)
+    )

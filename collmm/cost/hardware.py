@@ -17,11 +17,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from collmm.cost.figures import Basis, Chip, Figure, Rate, WrapRule
+from collmm.cost.figures import Basis, Chip, EinsumShape, Figure, Rate, WrapRule
+from collmm.cost.profile_shape import read_shape, read_table, shape_json, table_json
 from collmm.cost.rows import CHIPS as _ROWS
 from collmm.errors import OptionError
 
-__all__ = ["CHIPS", "Basis", "Chip", "Figure", "Rate", "WrapRule", "chip", "load_profile"]
+__all__ = [
+    "CHIPS",
+    "Basis",
+    "Chip",
+    "Figure",
+    "Rate",
+    "WrapRule",
+    "chip",
+    "load_profile",
+    "profile_row",
+    "profile_rows",
+]
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(_ROWS)
 """The built-in rows by name."""
@@ -65,6 +77,7 @@ _UNITS = {
 _SHARES = ("permute_share", "scatter_share")
 _FIGURES = ("hbm_capacity", "clock", "hop_latency", "launch", "step_launch", *_SHARES)
 _SWITCHES = ("early_gathers",)
+_SHAPES = ("shape", "table")
 _COUNTS = ("domain", "torus_dims", "devices_per_chip", "matrix_tile")
 
 
@@ -78,7 +91,8 @@ def load_profile(
     ``{"value": number, "source": text}``; a rate may also give ``"nominal"`` besides ``"value"``
     (flop/s or bytes/s; ``value`` is what is achieved). Counts are whole numbers,
     ``"early_gathers"`` is true or false. ``"wrap"`` is ``{"exact": n}``, ``{"multiple": n}`` or
-    ``{}`` (not known)::
+    ``{}`` (not known). ``"shape"`` and ``"table"``, what an einsum's shape costs, are as
+    ``cost.profile_shape`` says::
 
         {"lab": {"base": "h100", "link": {"value": 3.1e11, "source": "nccl-tests, rack 4"}}}
 
@@ -89,6 +103,34 @@ def load_profile(
     for key, fields in _read(name).items():
         rows[key] = _row(f"profile {name!r}, chip {key!r}", key, fields, rows)
     return rows
+
+
+def profile_row(row: Chip, base: Chip) -> dict[str, Any]:
+    """What a profile says of ``row`` if it starts from ``base``: the fields that are not the same.
+
+    Read again it is ``row``; only kind, pod shape and wraparound are always those of the base, and
+    a rate has one source.
+    """
+    fields: dict[str, Any] = {"base": base.name}
+    for key in (*_UNITS, *_COUNTS, *_SWITCHES, *_SHAPES):
+        value = getattr(row, key)
+        if value == getattr(base, key):
+            continue
+        if isinstance(value, Rate):
+            fields[key] = _written(value.achievable)
+            if value.nominal.value != value.achievable.value:
+                fields[key]["nominal"] = value.nominal.value
+        elif isinstance(value, Figure):
+            fields[key] = _written(value)
+        elif key in _SHAPES and value is not None:
+            fields[key] = shape_json(value) if key == "shape" else table_json(value)
+        else:
+            fields[key] = value
+    return fields
+
+
+def _written(figure: Figure) -> dict[str, Any]:
+    return {"value": figure.value, "source": figure.source}
 
 
 def profile_rows(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -119,12 +161,16 @@ def _row(where: str, name: str, fields: Any, rows: Mapping[str, Chip]) -> Chip:
             raise OptionError(f'{where}: "base" is {base!r}; {hint}')
         raise OptionError(f'{where} is new and needs a "base" row to start from; {hint}')
     changes: dict[str, Any] = {
-        key: _field(f"{where}, {key!r}", key, v) for key, v in fields.items() if key != "base"
+        key: _field(f"{where}, {key!r}", key, v, rows[base].shape)
+        for key, v in fields.items()
+        if key != "base"
     }
     return dataclasses.replace(rows[base], name=name, **changes)
 
 
-def _field(where: str, key: str, value: Any) -> Rate | Figure | WrapRule | int | bool:
+def _field(where: str, key: str, value: Any, shape: EinsumShape | None) -> Any:
+    if key in _SHAPES:
+        return read_shape(where, value, shape) if key == "shape" else read_table(where, value)
     if key in _COUNTS:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise OptionError(f"{where} must be a whole number, not {value!r}")
@@ -136,7 +182,7 @@ def _field(where: str, key: str, value: Any) -> Rate | Figure | WrapRule | int |
     if key == "wrap":
         return _wrap(where, value)
     if key not in _UNITS:
-        valid = {*_UNITS, *_COUNTS, *_SWITCHES, "wrap", "base"}
+        valid = {*_UNITS, *_COUNTS, *_SWITCHES, *_SHAPES, "wrap", "base"}
         raise OptionError(f"{where} is no field of a chip; {nearest(key, tuple(valid))}")
     parts = value if isinstance(value, dict) else {"value": value}
     known = {"value", "source"} if key in _FIGURES else {"value", "source", "nominal"}
