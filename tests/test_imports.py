@@ -21,6 +21,7 @@ LAYERS = (
     (
         "einsum",
         "ring",
+        "cutting",
         "schedule",
         "sites",
         "nesting",

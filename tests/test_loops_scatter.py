@@ -271,15 +271,15 @@ def test_one_accumulator_is_waited_for_by_no_einsum():
 
 
 @pytest.mark.parametrize(("two_way", "chains"), [(True, 4), (True, 2), (False, 2)])
-def test_out_of_phase_an_einsum_waits_for_its_own_accumulator_only(two_way, chains):
+def test_out_of_phase_an_einsum_waits_for_the_one_before_and_for_no_later_permute(two_way, chains):
     body, dots, permutes = dots_and_permutes((two_way, True), chains)
     assert (len(dots), len(permutes)) == (8 * chains, 7 * chains)
-    # All but the last step, where every part also waits for the one before.
-    waits = [permutes_behind(body, eqn) for eqn in dots[:-chains]]
-    assert [len(found) for found in waits] == [i for i in range(7) for _ in range(chains)]
-    assert all(len(set(found)) <= 1 for found in waits)
-    ways = {found[0] for found in waits if found}
-    assert len(ways) == 1 + two_way
+    assert len({str(eqn.params["perm"]) for eqn in permutes}) == 1 + two_way
+    for k, dot in enumerate(dots):
+        # Its own accumulator is the one that was sent ``chains`` einsums ago.
+        assert len(permutes_behind(body, dot)) == max(0, k - chains + 1)
+        if k >= chains:
+            assert dots[k - 1] in ancestors(body, dot)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -11,14 +11,16 @@ last. On a GPU slices, updates and padding are kernels of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from collmm.cost.einsum import Place, Product, copied, product_of, time_of
 from collmm.cost.figures import Chip
+from collmm.cutting import Step, cut_dim
 from collmm.schedule import Schedule
 from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
 
+_NONE: Mapping[int, int] = {}
 # A larger result of a rolled loop leaves no room on the chip for a smaller operand; as seen.
 _CARRIED = 14 * 2**20
 # How much more room than other results a sum takes on the chip; as seen.
@@ -37,9 +39,12 @@ class Shared:
     collective: Collective
     cut: tuple[tuple[int, int], ...] = ()
 
-    def partial(self, parts: int) -> Product:
-        """One step's einsum: the label of the collective cut into ``parts``."""
-        return product_of(self.site, {**dict(self.cut), self.label: parts})
+    def partial(self, parts: int, also: Mapping[int, int] = _NONE) -> Product:
+        """One step's einsum: the label of the collective cut into ``parts``.
+
+        ``also``: into how many parts further labels are cut.
+        """
+        return product_of(self.site, {**dict(self.cut), self.label: parts, **also})
 
     @property
     def label(self) -> int:
@@ -146,9 +151,30 @@ def local_bytes(m: Shared, n: int) -> int:
 # --- reduce-scatter ---
 
 
-def scatter_einsum(m: Shared, n: int, count: int, chip: Chip, first: bool = False) -> float:
-    """One accumulator's einsum; the first one finds one operand on the chip, later ones both."""
-    part = m.partial(n * count)
+def cut_of(members: Sequence[Shared], schedule: Schedule) -> int:
+    """The dimension of the result along which the loop cuts a block for its accumulators."""
+    dim = members[0].collective.dim
+    if schedule.nested or not schedule.unroll:
+        return dim
+    steps = []
+    for m in members:
+        sizes = {label: -(-size // shards) for label, (size, shards) in m.site.label_shards.items()}
+        sizes[m.label] = -(-sizes[m.label] // schedule.ring_size)
+        steps.append(Step(m.site.einsum, sizes, m.site.itemsizes[:2]))
+    return cut_dim(steps, dim, schedule.accumulators)
+
+
+def scatter_einsum(
+    m: Shared, n: int, count: int, cut_along: int, chip: Chip, first: bool = False
+) -> float:
+    """One accumulator's einsum; the first one finds one operand on the chip, later ones both.
+
+    ``cut_along``: the dimension of the result in which the accumulators share out a block.
+    """
+    if cut_along == m.collective.dim:
+        part = m.partial(n * count)
+    else:
+        part = m.partial(n, {m.site.einsum.out[cut_along]: count})
     part = dataclasses.replace(part, itemsizes=(*part.itemsizes[:2], m.wide))
     cut, whole = _cut_and_whole(m, part)
     sums = 2 if count > 1 else 1  # the arrived sum is read by the kernel that adds to it

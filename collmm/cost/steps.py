@@ -16,6 +16,7 @@ from collmm.cost.einsum import time_of
 from collmm.cost.figures import Chip
 from collmm.cost.kernels import Shared as Shared
 from collmm.cost.kernels import (
+    cut_of,
     fetch_s,
     fetched_s,
     gather_einsum,
@@ -149,9 +150,10 @@ def first_step_s(m: Shared, schedule: Schedule, chip: Chip) -> float:
     if m.collective.kind == ALL_GATHER:
         fetched = fetched_s(local_bytes(m, n), chip) if unroll else 0.0
         return fetched + gather_einsum(m, n, chip, unroll, "first")
-    later = (count - 1) * scatter_einsum(m, n, count, chip)
+    cut = cut_of((m,), schedule)
+    later = (count - 1) * scatter_einsum(m, n, count, cut, chip)
     fetched = fetch_s(m.site, chip) if unroll else 0.0
-    return later + fetched + scatter_einsum(m, n, count, chip, first=True)
+    return later + fetched + scatter_einsum(m, n, count, cut, chip, first=True)
 
 
 # --- reduce-scatter ---
@@ -163,8 +165,10 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
     wide = members[0].wide
     block = c.bytes / n / members[0].site.itemsizes[2] * wide
     count = schedule.accumulators
-    e = sum(scatter_einsum(m, n, count, chip) for m in members)
-    first = e * (count - 1) + sum(scatter_einsum(m, n, count, chip, first=True) for m in members)
+    cut = cut_of(members, schedule)
+    e = sum(scatter_einsum(m, n, count, cut, chip) for m in members)
+    first = sum(scatter_einsum(m, n, count, cut, chip, first=True) for m in members)
+    first += e * (count - 1)
     if schedule.unroll:
         first += sum(fetch_s(m.site, chip) for m in members)
     passes_s = doubt_s = 0.0

@@ -107,7 +107,7 @@ def nested_reduce_scatter(
     """
     whole = [_whole_term(term, inner) for term, inner in zip(terms, inners, strict=True)]
     block, out_dtype = check_terms(whole, scatter_dim, schedule.ring_size)
-    ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule))
+    ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule), scatter_dim)
     return _started(ring, inners).go_round(out_dtype)
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from collmm.cutting import Step, cut_dim
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
-from collmm.loops.ringops import position, put, send, shard_start, take
+from collmm.loops.ringops import Place, position, put_at, send, shard_start, take
 from collmm.ring import Part, scatter_parts
 from collmm.schedule import Schedule
 
@@ -46,14 +47,25 @@ def einsum_reduce_scatter(terms: Sequence[Term], scatter_dim: int, schedule: Sch
             lhs, rhs, partial = terms[0]
             return partial.dot(lhs, rhs)
         return lax.convert_element_type(sum_of_terms(terms), out_dtype)
-    ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule))
+    steps = [_step_of(term, scatter_dim, block) for term in terms]
+    # In a rolled loop libtpu makes the slices of a whole operand again every turn.
+    cut = cut_dim(steps, scatter_dim, schedule.accumulators) if schedule.unroll else scatter_dim
+    ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule), cut)
     return ring.go_round(out_dtype)
+
+
+def _step_of(term: Term, dim: int, block: int) -> Step:
+    lhs, rhs, partial = term
+    einsum = partial.einsum
+    sizes = {**einsum.sizes(lhs.shape, rhs.shape), einsum.out[dim]: block}
+    return Step(einsum, sizes, (lhs.dtype.itemsize, rhs.dtype.itemsize))
 
 
 @dataclass(frozen=True)
 class Scattered:
     """One ring: what every step needs besides the accumulator that has arrived.
 
+    ``cut_along``: the dimension in which the accumulators share out a block, ``dim`` or another.
     ``made``: the own shares of the parts of the first block, where they are made already.
     """
 
@@ -62,6 +74,7 @@ class Scattered:
     dim: int
     block: int
     pos: Array
+    cut_along: int
     made: tuple[Array, ...] | None = None
 
     def go_round(self, out_dtype: Any) -> Array:
@@ -76,8 +89,16 @@ class Scattered:
         """The parts of the block, each with its accumulator."""
         schedule = self.schedule
         return scatter_parts(
-            schedule.ring_size, schedule.two_way, self.block, schedule.accumulators
+            schedule.ring_size, schedule.two_way, self.cut_size, schedule.accumulators
         )
+
+    @property
+    def cut_size(self) -> int:
+        """The size of a block in the dimension in which it is cut."""
+        if self.cut_along == self.dim:
+            return self.block
+        lhs, rhs, partial = self.terms[0]
+        return partial.einsum.out_shape(lhs.shape, rhs.shape)[self.cut_along]
 
     def first(self, part: Part) -> Array:
         """The share with which the accumulator of ``part`` starts."""
@@ -89,7 +110,7 @@ class Scattered:
         """Where ``part`` of the block to be added at step ``i`` starts."""
         offset = part.chain.scattered_offset(i)
         start = shard_start(self.pos, offset, self.schedule, self.block)
-        return start + start.dtype.type(part.start)
+        return start + start.dtype.type(part.start) if self.cut_along == self.dim else start
 
     def share(self, part: Part, start: Array) -> Array:
         """This device's share of the part at ``start``; depends on no accumulator."""
@@ -100,13 +121,20 @@ class Scattered:
         cut = []
         for lhs, rhs, partial in terms:
             einsum = partial.einsum
-            label = einsum.out[self.dim]
-            if label in einsum.lhs:
-                lhs = take(lhs, einsum.lhs.index(label), start, part.size)
-            if label in einsum.rhs:
-                rhs = take(rhs, einsum.rhs.index(label), start, part.size)
+            for dim, at, size in self._places(part, start):
+                label = einsum.out[dim]
+                if label in einsum.lhs:
+                    lhs = take(lhs, einsum.lhs.index(label), at, size)
+                if label in einsum.rhs:
+                    rhs = take(rhs, einsum.rhs.index(label), at, size)
             cut.append((lhs, rhs, partial))
         return cut
+
+    def _places(self, part: Part, start: Array) -> tuple[Place, ...]:
+        """Where the part at ``start`` lies in the result."""
+        if self.cut_along == self.dim:
+            return ((self.dim, start, part.size),)
+        return (self.dim, start, self.block), (self.cut_along, part.start, part.size)
 
     def send(self, acc: Array, part: Part) -> Array:
         """Send the accumulator of ``part`` on."""
@@ -158,8 +186,9 @@ _Arrays = tuple[Array, ...]
 def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any) -> Array:
     """Two groups of chains: one is on its way while the other is multiplied, and the reverse.
 
-    Group a is half a step ahead. Peeled off the loop: the first step, before which nothing has
-    arrived, and the last, after which nothing is sent.
+    Group a is half a step ahead. Written out, each waits for what the other has added before:
+    libtpu lets it run on alone else, and nothing hides its transfers. Peeled off the loop: the
+    first step, before which nothing has arrived, and the last, after which nothing is sent.
     """
     n, half = ring.schedule.ring_size, (len(parts) + 1) // 2
     a, b = parts[:half], parts[half:]
@@ -168,21 +197,26 @@ def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any) -> A
         return tuple(ring.send(acc, part) for acc, part in zip(accs, group, strict=True))
 
     def first(group: tuple[Part, ...]) -> _Arrays:
-        return send_all(tuple(ring.first(part) for part in group), group)
+        return tuple(ring.first(part) for part in group)
 
-    def add_all(arrived: _Arrays, group: tuple[Part, ...], i: Any) -> _Arrays:
-        pairs = zip(arrived, group, strict=True)
-        return tuple(ring.add_fused(acc, part, i)[0] for acc, part in pairs)
+    def add_all(arrived: _Arrays, group: tuple[Part, ...], i: Any, others: _Arrays) -> _Arrays:
+        sums: list[Array] = []
+        for acc, part in zip(arrived, group, strict=True):
+            before = (*others, *sums)[-1] if ring.schedule.unroll else None
+            # What is handed back of the sum before would not be sent until this one has arrived.
+            sums.append(ring.add_fused(acc, part, i, before)[0])
+        return tuple(sums)
 
     def step(i: Any, carry: tuple[_Arrays, _Arrays]) -> tuple[_Arrays, _Arrays]:
         accs_a, arrived_b = carry
         arrived_a = send_all(accs_a, a)
-        arrived_b = send_all(add_all(arrived_b, b, i), b)
-        return add_all(arrived_a, a, i + 1), arrived_b
+        accs_b = add_all(arrived_b, b, i, accs_a)
+        return add_all(arrived_a, a, i + 1, accs_b), send_all(accs_b, b)
 
-    arrived_a, arrived_b = first(a), first(b)
+    first_a, accs_b = first(a), first(b)
+    arrived_a, arrived_b = send_all(first_a, a), send_all(accs_b, b)
     if n > 2:
-        carry = add_all(arrived_a, a, 1), arrived_b
+        carry = add_all(arrived_a, a, 1, accs_b), arrived_b
         if not ring.schedule.unroll and n > 3:
             carry = lax.fori_loop(1, n - 2, step, carry)
         else:
@@ -190,21 +224,33 @@ def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any) -> A
                 carry = step(i, carry)
         accs_a, arrived_b = carry
         arrived_a = send_all(accs_a, a)
-        arrived_b = send_all(add_all(arrived_b, b, n - 2), b)
-    return _finish(ring, parts, (*arrived_a, *arrived_b), out_dtype)
+        accs_b = add_all(arrived_b, b, n - 2, accs_a)
+        arrived_b = send_all(accs_b, b)
+    before = accs_b[-1] if ring.schedule.unroll else None
+    return _finish(ring, parts, (*arrived_a, *arrived_b), before, out_dtype)
 
 
-def _finish(ring: Scattered, parts: tuple[Part, ...], arrived: _Arrays, out_dtype: Any) -> Array:
+def _finish(
+    ring: Scattered,
+    parts: tuple[Part, ...],
+    arrived: _Arrays,
+    before: Array | None,
+    out_dtype: Any,
+) -> Array:
     """The last step of every chain, rounded and written into one buffer.
 
     A concatenate would copy every part once more. Each part waits for the one before, or the
-    scheduler may wait for all the permutes first and multiply then.
+    scheduler may wait for all the permutes first and multiply then; the first one waits for the
+    sum ``before``.
     """
     last, result = ring.schedule.ring_size - 1, None
     for acc, part in zip(arrived, parts, strict=True):
-        acc, result = ring.add_fused(acc, part, last, result)
+        if result is None:
+            acc, _ = ring.add_fused(acc, part, last, before)
+        else:
+            acc, result = ring.add_fused(acc, part, last, result)
         block = lax.convert_element_type(acc, out_dtype)
-        result = put(result, block, ring.dim, part.start, ring.block)
+        result = put_at(result, block, ((ring.cut_along, part.start, ring.cut_size),))
     assert result is not None
     return result
 
