@@ -126,6 +126,20 @@ def test_any_number_of_chains_is_exact(n, two_way, chains, unroll):
     check(mesh_of(x=n), ("x",), ("lhs-free", "batch"), 7, (two_way, unroll), chains=chains)
 
 
+@pytest.mark.parametrize("chains", [2, 4])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+def test_accumulators_that_share_out_another_dimension_are_exact(n, chains, monkeypatch):
+    monkeypatch.setitem(SIZES, "f", 512)
+    for cases in (("lhs-free",), ("rhs-free",), ("lhs-free", "batch")):
+        check(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains)
+        run, args = build(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains)
+        body = ring_body(run.trace(*args).jaxpr)
+        dots = [e for e in body.eqns if e.primitive.name == "dot_general"]
+        # Every einsum is of a whole block of 2 x 4 rows, and of a part of the columns.
+        assert {e.outvars[0].aval.size for e in dots} == {2 * 4 * 512 // chains}
+        assert all(512 // chains in e.outvars[0].aval.shape for e in dots)
+
+
 @pytest.mark.parametrize("cases", [("batch",), ALL])
 def test_a_ring_of_one_is_the_plain_einsum(cases):
     check(mesh_of(x=1), ("x",), cases, 3, (True, True))
