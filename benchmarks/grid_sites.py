@@ -79,6 +79,8 @@ ODD_ACTIVATIONS = (
     (6144, 3072, 2304),
 )
 ODD_WEIGHTS = ((640, 1536, 1280), (1536, 5120, 1792), (3000, 2816, 1000), (6144, 2304, 3072))
+# Reduce-scatters on TPU rings of up to 16 whose einsums take longer than their transfers.
+LARGE_SUMS = ((8192, 8192, 8192), (6144, 5120, 6912), (8192, 4096, 4096), (16384, 8192, 2048))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,8 @@ def sites() -> Iterator[GridSite]:
             turn += 1
             yield from _of_mesh(target, mesh, turn, ACTIVATIONS, WEIGHTS)
             yield from _of_mesh(target, mesh, turn, ODD_ACTIVATIONS, ODD_WEIGHTS)
+            if target.startswith("tpu") and mesh["model"] <= 16:
+                yield from _large_sums(target, mesh, turn)
 
 
 def _of_mesh(
@@ -135,6 +139,14 @@ def _of_mesh(
         if (index + turn) % 2 == 0:
             rows, width = own * ring * copies, _multiple(width, ring)
             yield GridSite(target, axes, "weights", rows, width, columns)
+
+
+def _large_sums(target: str, mesh: dict[str, int], turn: int) -> Iterator[GridSite]:
+    axes, ring = tuple(mesh.items()), mesh["model"]
+    for index, (rows, width, own) in enumerate(LARGE_SUMS):
+        if (index + turn) % 2 == 0:
+            rows = mesh.get("data", 1) * _multiple(rows, 4 * ring)
+            yield GridSite(target, axes, "scatter", rows, own * ring, width)
 
 
 def _multiple(size: int, of: int) -> int:
