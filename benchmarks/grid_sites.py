@@ -114,7 +114,7 @@ def sites() -> Iterator[GridSite]:
             turn += 1
             yield from _of_mesh(target, mesh, turn, ACTIVATIONS, WEIGHTS)
             yield from _of_mesh(target, mesh, turn, ODD_ACTIVATIONS, ODD_WEIGHTS)
-            if target.startswith("tpu") and mesh["model"] <= 16:
+            if target.startswith("tpu") and mesh["model"] <= 16 and len(mesh) == 1:
                 yield from _large_sums(target, mesh, turn)
 
 

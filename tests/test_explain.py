@@ -226,7 +226,7 @@ def test_what_other_work_hides_is_told():
 
 
 def test_a_large_hidden_size_on_v6e_has_little_to_gain():
-    """16 times the width: the einsums dwarf the collectives, and smaller ones lose more."""
+    """128 times the width: the einsums dwarf the collectives, and smaller ones lose more."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
     def on(*spec):
@@ -242,8 +242,8 @@ def test_a_large_hidden_size_on_v6e_has_little_to_gain():
 
     plan = overlap_collectives(mlp, Options(chip="v6e")).plan(
         array(8, 1024, 2048, spec=("data", "model", None)),
-        array(2048, 131072, spec=(None, "model")),
-        array(131072, 2048, spec=("model", None)),
+        array(2048, 262144, spec=(None, "model")),
+        array(262144, 2048, spec=("model", None)),
     )
     assert [d.reason for d in plan.decisions] == [Reason.NOT_WORTH] * 2
     for site in plan.explain().sites:

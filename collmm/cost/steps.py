@@ -31,9 +31,6 @@ from collmm.cost.kernels import (
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
-# The part of a permute from which on its launch is most of it; as seen.
-_MOSTLY = 0.7
-
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -71,7 +68,6 @@ class Loop:
         no more than the model says.
       prologue_s, epilogue_s: of the phases' exposed seconds, those before the first and after the
         last einsum.
-      doubt_s: what a compiler that orders the steps otherwise may add.
       memory_bytes, link_bytes, permutes: as ``Estimate`` has them.
     """
 
@@ -82,7 +78,6 @@ class Loop:
     passes_s: float = 0.0
     prologue_s: float = 0.0
     epilogue_s: float = 0.0
-    doubt_s: float = 0.0
     memory_bytes: int = 0
     link_bytes: int = 0
     permutes: int = 0
@@ -171,7 +166,7 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
     first += e * (count - 1)
     if schedule.unroll:
         first += sum(fetch_s(m.site, chip) for m in members)
-    passes_s = doubt_s = 0.0
+    passes_s = 0.0
     permute_s = ring.launch_s + collectives.permute_step_s(ring, block / count)
     launches = ring.launch_s
     if count == 1:
@@ -190,22 +185,10 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
         launches = queued * launches
         # The first step of every chain is outside of the turns.
         phases = [Phase(1, first)]
-        ahead = _ahead(n, count, ring.launch_s / permute_s) if schedule.unroll else 0
-        if ahead and late(chip):
-            # Each chain runs ahead of the next, so that no more than two run at a time.
-            phases += [
-                Phase(n, e, e + permute_s, ring.launch_s),
-                Phase(ahead - 1, 2 * e, e + permute_s, ring.launch_s),
-            ]
-        else:
-            phases.append(Phase(n - 1, e * count, turn, launches))
-            if schedule.unroll and late(chip):
-                # On a short ring the chains run so or so; which, is not known.
-                doubt_s = (n // 2) * (e + permute_s)
+        phases.append(Phase(n - 1, e * count, turn, launches))
     return Loop(
         tuple(phases),
         steps=n * count,
-        doubt_s=doubt_s,
         einsum_s=e,
         permute_s=permute_s,
         passes_s=passes_s,
@@ -213,19 +196,6 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
         link_bytes=int((n - 1) * block),
         permutes=(n - 1) * count,
     )
-
-
-def _ahead(n: int, count: int, launched: float) -> int:
-    """By how many steps libtpu lets the first of ``count`` chains run ahead of the last; as seen.
-
-    By half of the ring per chain; of a short ring only where they are many, or where the launch
-    is most of a permute.
-    """
-    if n > 4:
-        return (count - 1) * (n // 2)
-    if count > 2:
-        return max(1, (count - 1) * (n // 2) - 2)
-    return n // 2 if launched > _MOSTLY else 0
 
 
 # --- all-to-all ---
