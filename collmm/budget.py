@@ -41,9 +41,11 @@ def permutes(site: EinsumSite, collective: Collective, schedule: Schedule) -> in
     if collective.kind == ALL_GATHER:
         block = _block(site, collective)
         way = n, schedule.two_way, schedule.unroll
-        return inner + gather_sends_written(*way, block, schedule.chunks)
+        g = schedule.shards_per_step
+        return inner + gather_sends_written(*way, block, schedule.chunks, g)
     block = _block(site, collective)
-    return inner + scatter_sends_written(n, block, schedule.accumulators, schedule.unroll)
+    how = schedule.accumulators, schedule.unroll, schedule.shards_per_step
+    return inner + scatter_sends_written(n, block, *how)
 
 
 def _inner_permutes(site: EinsumSite, collective: Collective, schedule: Schedule | None) -> int:

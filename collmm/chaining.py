@@ -252,8 +252,8 @@ def _fits(gather: Any, k: int, scatter: Any, spec: Spec, dim: int) -> bool:
     a, b = g["schedule"], s["schedule"]
     if (a.axes, a.ring_size, a.order) != (b.axes, b.ring_size, b.order) or a.ring_size < 2:
         return False
-    if a.chunked:
-        return False  # a chain cuts its shards by its accumulators
+    if a.chunked or a.grouped or b.grouped:
+        return False  # a chain cuts its shards by its accumulators, and takes one at a time
     if g["mesh"] != s["mesh"] or not _plain(gather, _GATHER_PARAMS):
         return False
     if any(part.inner for part in (*g["uses"], *s["terms"])):

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from collmm.errors import OptionError
-from collmm.schedule import Schedule
+from collmm.schedule import Schedule, with_groups
 from collmm.sites import ALL_GATHER, EinsumSite, Location
 
 # As a user may write them, and as they are kept: hashable, in the order in which they were listed.
@@ -39,6 +39,8 @@ _FORMS: Mapping[str, tuple[str, bool]] = {
     "single": ("nested", False),
     "chunked": ("chunked", True),
     "whole": ("chunked", False),
+    "grouped": ("grouped", True),
+    "ungrouped": ("grouped", False),
 }
 _LINE = re.compile(r"(.+):(\d+)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
@@ -78,7 +80,8 @@ class Form:
     def applied(self, schedule: Schedule, kind: str = ALL_GATHER) -> Schedule:
         """Return ``schedule`` in that form; chunks and accumulators are those of its default.
 
-        An inner ring can be left out, but not made.
+        An inner ring can be left out, but not made. Where shards are grouped there is none; a ring
+        whose length or order allows no groups stays ungrouped.
         """
         if self.admits(schedule, kind):
             return schedule
@@ -86,7 +89,9 @@ class Form:
         if fields.pop("nested", None) is False:
             fields["inner"] = None
         chunked = fields.pop("chunked", False) and kind == ALL_GATHER
-        return dataclasses.replace(schedule, chains=_CHUNKS if chunked else None, **fields)
+        grouped = fields.pop("grouped", schedule.grouped)
+        made = dataclasses.replace(schedule, chains=_CHUNKS if chunked else None, **fields)
+        return with_groups(made) if grouped else dataclasses.replace(made, shards_per_step=1)
 
 
 def read_overrides(given: Any) -> Overrides:

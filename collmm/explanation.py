@@ -248,7 +248,7 @@ def _why_not(c: Candidate, min_gain: float) -> str:
 
 def _transfer(c: Candidate) -> float:
     """Seconds of transfer of all steps of the busiest way."""
-    n, schedule = c.schedule.ring_size, c.schedule
+    n, schedule = c.schedule.groups, c.schedule
     if c.collective.kind == ALL_GATHER and schedule.two_way and not schedule.chunked:
         sends = n // 2
     elif c.collective.kind == ALL_GATHER and schedule.chunked:
@@ -258,7 +258,8 @@ def _transfer(c: Candidate) -> float:
         sends = n - 1
     else:
         sends = 2 * (n - 1)
-    return sends * c.estimate.step_permute_s
+    # Those within a group move all but one of its shards as well, one by one.
+    return (sends + 1 - 1 / schedule.shards_per_step) * c.estimate.step_permute_s
 
 
 def _turn(turn: BreakEven, c: Candidate, pays: bool) -> str:

@@ -18,6 +18,7 @@ from collmm.cost.einsum import product_of, time_of
 from collmm.cost.estimate import Estimate, assumed_ring, estimate, plain_s
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Hidden, hidden_seconds
+from collmm.cost.kernels import pass_s
 from collmm.cost.steps import Shared
 from collmm.errors import Reason
 from collmm.explanation import Explanation, explain
@@ -176,10 +177,10 @@ def make_plan(
             decision = _decide(site, choice, options)
             before = choices.get(site.follows)
             if not decision.rewritten and before is not None:
-                decision = _chained(decision, choice, before, options, chip.kind == "tpu")
+                decision = _chained(decision, choice, before, options, chip)
             decisions.append(decision)
     if options.chains and options.max_permutes is None:
-        decisions = _single_in_chains(decisions, overrides)
+        decisions = _single_in_chains(decisions, overrides, options, chip)
     return Plan(
         tuple(decisions),
         options.policy,
@@ -246,26 +247,23 @@ def _decide(site: EinsumSite, choice: _Choice, options: Options) -> Decision:
 
 
 def _chained(
-    left: Decision, own: _Choice, before: _Choice, options: Options, tpu: bool
+    left: Decision, own: _Choice, before: _Choice, options: Options, chip: Chip
 ) -> Decision:
     """Return the decision for a scatter that pays only in one loop with the gather before it.
 
     A chain writes no gathered result, and all its transfers hide behind all its einsums.
     """
-    last, first = own.candidates[0], _uncut(before.candidates)
+    last, first = _uncut(own.candidates), _uncut(before.candidates)
     if not _can_chain(first, last) or options.max_permutes is not None:
         return left
     able = options.chains and options.policy == "auto" and left.reason is Reason.NOT_WORTH
     if not able or not first.estimate.pays(options.min_gain):
         return left
-    if tpu and last.estimate.bound_by_links:
+    if chip.kind == "tpu" and last.estimate.bound_by_links:
         return left  # it would stay a ring of its own
     a, b = first.estimate, last.estimate
-    transfer = a.steps * a.step_permute_s + b.steps * b.step_permute_s
-    einsums = a.einsum_s + a.loss_s + b.einsum_s + b.loss_s
-    together = a.after_s - a.exposed_s - a.traffic_s + b.after_s - b.exposed_s
-    together += max(0.0, transfer - einsums)
-    apart = a.after_s + b.before_s
+    together = _together_s(a, b)
+    apart = a.after_s + b.before_s + _between_s(first, chip)
     if 1 - together / apart <= options.min_gain or not options.fits_memory(b.memory_bytes):
         return left
     detail = (
@@ -275,25 +273,45 @@ def _chained(
     return _made(left.site, own, last, detail)
 
 
+def _together_s(a: Estimate, b: Estimate) -> float:
+    """Predicted seconds of a gather and the scatter that follows it in one loop."""
+    transfer = a.steps * a.step_permute_s + b.steps * b.step_permute_s
+    einsums = a.einsum_s + a.loss_s + b.einsum_s + b.loss_s
+    together = a.after_s - a.exposed_s - a.traffic_s + b.after_s - b.exposed_s
+    return together + max(0.0, transfer - einsums)
+
+
+def _between_s(first: Candidate, chip: Chip) -> float:
+    """Seconds of the elementwise work on what a gather's ring has made, a pass that a chain saves.
+
+    Only on a GPU: a TPU's compiler fuses it into the einsums on either side.
+    """
+    if chip.kind != "gpu" or not first.members:
+        return 0.0
+    return pass_s(2 * product_of(first.members[0].site).out_bytes, chip)
+
+
 def _can_chain(first: Candidate, last: Candidate) -> bool:
     """Whether a gather and the scatter that follows it can be one loop."""
     kinds = first.collective.kind, last.collective.kind
-    cut = first.schedule.nested or first.schedule.chunked or last.schedule.nested
     same = last.schedule.axes == first.schedule.axes
+    cut = _cut(first.collective, first.schedule) or _cut(last.collective, last.schedule)
     return kinds == (ALL_GATHER, REDUCE_SCATTER) and same and not cut
 
 
 def _uncut(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate that sends whole shards: a chain cuts them in its own way."""
-    whole = (c for c in candidates if not (c.collective.kind == ALL_GATHER and c.schedule.chunked))
+    """The fastest candidate of which a chain can be made, which cuts shards in its own way."""
+    whole = (c for c in candidates if not _cut(c.collective, c.schedule))
     return next(whole, candidates[0])
 
 
-def _single_in_chains(decisions: Sequence[Decision], overrides: Overrides) -> list[Decision]:
-    """Return the decisions without inner rings and chunks where a chain can be made.
+def _single_in_chains(
+    decisions: Sequence[Decision], overrides: Overrides, options: Options, chip: Chip
+) -> list[Decision]:
+    """Return the decisions without inner rings, chunks and groups where a chain can be made.
 
-    It has neither: its accumulators cut the shards. Nested rings gain less: libtpu's schedule of an
-    8192 wide MLP on v5e 4x4, both weights gathered over data, takes 15.6 ms with a chain and
+    It has none of them: its accumulators cut the shards. Nested rings gain less: libtpu's schedule
+    of an 8192 wide MLP on v5e 4x4, both weights gathered over data, takes 15.6 ms with a chain and
     17.0 ms with the first weight's ring nested.
     """
     found = {d.site.index: d for d in decisions}
@@ -307,14 +325,25 @@ def _single_in_chains(decisions: Sequence[Decision], overrides: Overrides) -> li
         a, b = map(_for_a_chain, (first, last))
         if not free or a is None or b is None or not _can_chain(a, b):
             continue
+        together = _together_s(a.estimate, b.estimate) - _between_s(a, chip)
+        if options.policy == "auto" and _better_grouped(first, last, together):
+            continue
         for d, ring, c in ((first, rings[0], a), (last, rings[1], b)):
             at = d.candidates.index(c)
             found.update((i, _as(found[i], found[i].candidates[at])) for i in ring)
     return [found[d.site.index] for d in decisions]
 
 
+def _better_grouped(first: Decision, last: Decision, together: float) -> bool:
+    """Whether two rings, of which one takes several shards a step, are faster than a chain."""
+    grouped = any(d.schedule is not None and d.schedule.grouped for d in (first, last))
+    if not grouped or first.estimate is None or last.estimate is None:
+        return False
+    return first.estimate.after_s + last.estimate.after_s < together
+
+
 def _for_a_chain(d: Decision) -> Candidate | None:
-    """The candidate of a decision; the fastest without inner ring and chunks where it has one."""
+    """The candidate of a decision; the fastest that a chain can be made of where it is none."""
     made = (d.collective, d.schedule)
     for c in d.candidates:
         this = (c.collective, c.schedule)
@@ -324,10 +353,11 @@ def _for_a_chain(d: Decision) -> Candidate | None:
 
 
 def _cut(collective: Collective | None, schedule: Schedule | None) -> bool:
-    """Whether a loop has an inner ring, or a gather chunks."""
+    """Whether a loop has an inner ring or several shards a step, or a gather chunks."""
     if collective is None or schedule is None:
         return False
-    return schedule.nested or (schedule.chunked and collective.kind == ALL_GATHER)
+    chunked = schedule.chunked and collective.kind == ALL_GATHER
+    return schedule.nested or schedule.grouped or chunked
 
 
 def _as(d: Decision, c: Candidate) -> Decision:

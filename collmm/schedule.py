@@ -6,7 +6,7 @@ Pure: imports nothing of jax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collmm.errors import OptionError
 
@@ -33,7 +33,10 @@ class Schedule:
     is multiplied; with four, each is on its way while three are multiplied, which hides an
     accumulator that is wider than the operands. ``order``: the members in the order in which
     the ring visits them, where the order of the axes is not that of the links; None is
-    ``0, 1, 2, ...``. ``inner``: the schedule of a second ring, on which another operand of the
+    ``0, 1, 2, ...``. ``shards_per_step``: how many neighbours on the ring first put their shards
+    together (a reduce-scatter: last take their sum apart); the loop then runs over such groups, in
+    that many times fewer steps, with einsums that many times larger. It divides the ring into two
+    groups or more. ``inner``: the schedule of a second ring, on which another operand of the
     einsum is gathered during the first step of this one; ``collmm.nesting`` says which.
 
     Raises ``OptionError`` for a value that is not allowed.
@@ -46,6 +49,7 @@ class Schedule:
     barrier: bool = True
     chains: int | None = None
     order: tuple[int, ...] | None = None
+    shards_per_step: int = 1
     inner: Schedule | None = None
 
     def __post_init__(self) -> None:
@@ -78,8 +82,28 @@ class Schedule:
             raise OptionError(
                 f"Schedule order {self.order!r} must name each of the {self.ring_size} members once"
             )
+        self._check_shards_per_step()
         if self.inner is not None:
             self._check_inner()
+
+    def _check_shards_per_step(self) -> None:
+        g = self.shards_per_step
+        if type(g) is not int or g < 1:
+            raise OptionError(f"Schedule shards_per_step must be an int >= 1, got {g!r}")
+        if g > 1 and (self.ring_size % g or self.ring_size < 2 * g):
+            raise OptionError(
+                f"Schedule shards_per_step={g} must divide the ring of {self.ring_size} into two "
+                "groups or more"
+            )
+        if g > 1 and self.order is not None and not groups_follow(self.order, g):
+            raise OptionError(
+                f"Schedule shards_per_step={g}: the order {self.order!r} does not take the members "
+                f"of each run of {g} one after the other"
+            )
+        if g > 1 and self.inner is not None:
+            raise OptionError(
+                f"Schedule shards_per_step={g} with an inner ring; leave one of the two out"
+            )
 
     def _check_inner(self) -> None:
         inner = self.inner
@@ -126,6 +150,8 @@ class Schedule:
         own = f"{direction} x{self.ring_size} {'unrolled' if self.unroll else 'rolled'}"
         if self.chunks > 1:
             own += f" chains {self.chunks}"
+        if self.shards_per_step > 1:
+            own += f", {self.shards_per_step} shards a step"
         if self.inner is None:
             return own
         return f"{own} + {','.join(self.inner.axes)} {self.inner.describe()}"
@@ -136,9 +162,44 @@ class Schedule:
         return self.chunks > 1
 
     @property
+    def groups(self) -> int:
+        """The positions of the ring on which the loop runs: groups of ``shards_per_step``."""
+        return self.ring_size // self.shards_per_step
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a step takes several shards."""
+        return self.shards_per_step > 1
+
+    @property
     def nested(self) -> bool:
         """Whether there is an inner ring."""
         return self.inner is not None
+
+
+def groups_follow(order: Sequence[int], g: int) -> bool:
+    """Whether a ring in that order visits members ``k g .. k g + g - 1`` together, for every k.
+
+    Their shards then follow each other in the gathered value.
+    """
+    return all(len({m // g for m in order[i : i + g]}) == 1 for i in range(0, len(order), g))
+
+
+def group_sizes(ring_size: int, order: Sequence[int] | None) -> tuple[int, ...]:
+    """The values that ``shards_per_step`` can have on a ring besides 1, the smallest first."""
+    sizes = (g for g in range(2, ring_size // 2 + 1) if ring_size % g == 0)
+    return tuple(g for g in sizes if order is None or groups_follow(order, g))
+
+
+def with_groups(schedule: Schedule) -> Schedule:
+    """``schedule`` with as few shards per step as there can be above one, without an inner ring.
+
+    As it is where it has groups already, or can have none.
+    """
+    sizes = group_sizes(schedule.ring_size, schedule.order)
+    if schedule.grouped or not sizes:
+        return schedule
+    return replace(schedule, shards_per_step=sizes[0], inner=None)
 
 
 def default_schedule(axes: Sequence[str], ring_size: int, *, rolled: bool = False) -> Schedule:

@@ -233,10 +233,10 @@ def test_a_loop_that_needs_more_memory_is_not_made():
     assert d.rewritten
 
 
-@pytest.mark.parametrize("chunks", ["", " chunked"])
+@pytest.mark.parametrize("more", ["", " chunked", " grouped", " chunked grouped"])
 @pytest.mark.parametrize("form", ["one-way", "two-way", "one-way rolled", "two-way rolled"])
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_permutes_are_counted_as_the_loops_write_them(form, size, chunks):
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 8])
+def test_permutes_are_counted_as_the_loops_write_them(form, size, more):
     mesh = ring_of(size)
 
     def on(*spec):
@@ -254,12 +254,13 @@ def test_permutes_are_counted_as_the_loops_write_them(form, size, chunks):
     text = f"{form} unrolled" if "rolled" not in form else form
     for step, specs in ((gather, (("m",), (None, "m"))), (scatter, ((None, "m"), ("m",)))):
         at = step.__code__.co_firstlineno + 1
-        options = Options(overrides={f"{__file__}:{at}": text + chunks})
+        options = Options(overrides={f"{__file__}:{at}": text + more})
         overlapped = overlap_collectives(step, options)
         args = [array(*spec) for spec in specs]
         (d,) = overlapped.plan(*args).decisions
         if step is gather:
-            assert d.schedule.chunked is bool(chunks)
+            assert d.schedule.chunked is ("chunked" in more)
+        assert d.schedule.grouped is ("grouped" in more and size in (4, 6, 8))
         written = overlapped.lower(*args).as_text()
         found = len(re.findall(r"stablehlo\.collective_permute", written))
         assert found == permutes(d.site, d.collective, d.schedule), d.schedule.describe()

@@ -100,6 +100,44 @@ def test_a_form_says_whether_a_gather_sends_chunks():
         assert form.applied(shards, REDUCE_SCATTER) is shards
 
 
+def test_a_form_says_whether_a_step_takes_several_shards():
+    one = Schedule(("m",), 8, two_way=True, unroll=True)
+    two = dataclasses.replace(one, shards_per_step=2)
+    grouped = form_for(site(), read_overrides({"model.py:120": "grouped"}))
+    assert grouped.applied(one) == grouped.applied(one, REDUCE_SCATTER) == two
+    four = dataclasses.replace(one, shards_per_step=4)
+    assert grouped.applied(four) is four
+    rolled = form_for(site(), read_overrides({"model.py:120": "rolled"}))
+    assert rolled.applied(four) == dataclasses.replace(four, unroll=False)
+    alone = form_for(site(), read_overrides({"model.py:120": "ungrouped"}))
+    assert alone.applied(four) == one
+    inner = Schedule(("d",), 2, two_way=False, unroll=True)
+    assert grouped.applied(dataclasses.replace(one, inner=inner)) == two
+    for stays in (
+        Schedule(("m",), 5, two_way=True, unroll=True),
+        dataclasses.replace(one, order=(0, 2, 7, 5, 4, 6, 3, 1)),
+    ):
+        assert grouped.applied(stays) == stays
+    follows = dataclasses.replace(one, order=(1, 0, 3, 2, 7, 6, 5, 4))
+    assert grouped.applied(follows).shards_per_step == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shards_per_step": 0}, "must be an int >= 1, got 0"),
+        ({"shards_per_step": True}, "must be an int >= 1, got True"),
+        ({"shards_per_step": 3}, "=3 must divide the ring of 8 into two groups or more"),
+        ({"shards_per_step": 8}, "=8 must divide the ring of 8 into two groups or more"),
+        ({"shards_per_step": 2, "order": (0, 2, 1, 3, 4, 5, 6, 7)}, "each run of 2 one after"),
+        ({"shards_per_step": 2, "inner": Schedule(("d",), 2, False, True)}, "with an inner ring"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(OptionError, match=message):
+        Schedule(("m",), 8, True, True, **fields)
+
+
 def test_what_matches_nothing_names_the_nearest_sites():
     sites = [site(line=n, name_stack=f"layer_{n}/attention") for n in (10, 50, 118, 124)]
     (line,) = unmatched(read_overrides({"model.py:120": "never"}), sites, " of step")

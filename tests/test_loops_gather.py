@@ -25,6 +25,7 @@ from ringtools import (
 
 from collmm.errors import OptionError
 from collmm.loops import Consumer, all_gather_einsum
+from collmm.ring import gather_permutes
 
 # The gathered operand has dimensions "asd" and is gathered over s.
 CASES = {
@@ -39,9 +40,20 @@ SIZES = {"a": 2, "d": 3, "f": 4}
 ALL = tuple(CASES)
 
 
-def build(mesh, axes, cases, block, form, dtype=jnp.int32, check_vma=False, chunks=None, **partial):
+def build(
+    mesh,
+    axes,
+    cases,
+    block,
+    form,
+    dtype=jnp.int32,
+    check_vma=False,
+    chunks=None,
+    how=None,
+    **partial,
+):
     """The ring of ``cases`` as a jitted function of the whole operands, and those operands."""
-    schedule = schedule_of(mesh, axes, *form, chains=chunks)
+    schedule = schedule_of(mesh, axes, *form, chains=chunks, **(how or {}))
     sizes = {**SIZES, "s": block * schedule.ring_size}
     rng = np.random.default_rng(block)
     gathered = integers(rng, [sizes[x] for x in "asd"], dtype)
@@ -112,6 +124,29 @@ def test_longer_rings_of_chunks_are_exact(n, chunks, form):
 def test_chunks_over_several_axes_and_where_varying_axes_are_checked(form):
     check(mesh_of(x=2, y=4), ("y", "x"), ("free-rhs", "contracting-lhs"), 3, form, chunks=2)
     check(mesh_of(x=5, y=2), ("x",), ALL, 2, form, check_vma=True, chunks=2)
+
+
+GROUPS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (9, 3)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "g"), GROUPS)
+def test_steps_of_several_shards_are_exact(n, g, form):
+    check(mesh_of(x=n), ("x",), ALL, 3, form, how={"shards_per_step": g})
+    run, args = build(mesh_of(x=n), ("x",), ALL, 3, form, how={"shards_per_step": g})
+    jaxpr = run.trace(*args).jaxpr
+    assert runs(jaxpr, "ppermute") == gather_permutes(n, g=g) == g - 1 + n // g - 1
+    assert runs(jaxpr, "dot_general") == n // g * len(ALL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_of_several_shards_are_exact_in_chunks_in_orders_and_over_axes(form):
+    cases = ("free-rhs", "contracting-lhs", "batch-rhs")
+    check(mesh_of(x=8), ("x",), cases, 3, form, chunks=2, how={"shards_per_step": 2})
+    for order, g in (((2, 3, 1, 0, 6, 7, 5, 4), 2), ((7, 5, 6, 4, 0, 1, 3, 2), 4)):
+        check(mesh_of(x=8), ("x",), cases, 3, form, how={"shards_per_step": g, "order": order})
+    for axes in (("x", "y"), ("y", "x"), ("y",)):
+        check(mesh_of(x=2, y=4), axes, cases, 2, form, check_vma=True, how={"shards_per_step": 2})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -293,7 +328,9 @@ def test_a_rolled_program_does_not_grow_with_the_ring(two_way, short, long_, chu
 @pytest.mark.parametrize("two_way", [False, True])
 def test_no_permute_waits_for_an_einsum(two_way, chunks):
     given = None if chunks == 1 else chunks
-    run, args = build(mesh_of(x=8), ("x",), ALL, 2, (two_way, True), chunks=given)
+    # Barriers make them wait on a GPU, and say so in every jaxpr.
+    how = {"barrier": False}
+    run, args = build(mesh_of(x=8), ("x",), ALL, 2, (two_way, True), chunks=given, how=how)
     body = ring_body(run.trace(*args).jaxpr)
     permutes = [eqn for eqn in body.eqns if eqn.primitive.name == "ppermute"]
     assert len(permutes) == 7 * chunks
@@ -308,6 +345,15 @@ def test_no_permute_waits_for_an_einsum(two_way, chunks):
     # The longest chain of sends bounds the time: 7 one way, and of halves both ways; 4 of whole.
     depth = max(len(before(eqn)) + 1 for eqn in permutes)
     assert depth == (4 if two_way and chunks == 1 else 7)
+
+
+@pytest.mark.parametrize(("platform", "waits"), [("cuda", 3), ("tpu", 0), ("cpu", 0)])
+def test_the_steps_of_an_unrolled_ring_wait_for_each_other_on_a_gpu_alone(platform, waits):
+    """XLA keeps one permute in flight there, and starts it before the einsums if it can."""
+    run, args = build(mesh_of(x=4), ("x",), ("free-lhs",), 3, (False, True))
+    text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.collective_permute") == 3
+    assert text.count("stablehlo.optimization_barrier") == waits
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,6 +25,7 @@ from ringtools import (
 
 from collmm.errors import OptionError
 from collmm.loops import einsum_reduce_scatter
+from collmm.ring import scatter_permutes
 
 # Every result has dimensions "asf" and is scattered over s.
 CASES = {
@@ -46,13 +47,14 @@ def build(
     check_vma=False,
     barrier=True,
     chains=None,
+    how=None,
     **kw,
 ):
     """The ring of ``cases`` as a jitted function of all devices' operands, and those operands.
 
     Operands have a leading dimension over the ring: every position has values of its own.
     """
-    schedule = schedule_of(mesh, axes, *form, barrier=barrier, chains=chains)
+    schedule = schedule_of(mesh, axes, *form, barrier=barrier, chains=chains, **(how or {}))
     sizes = {**SIZES, "s": block * schedule.ring_size}
     rng = np.random.default_rng(block)
     partials = [partial_of(CASES[case], **kw) for case in cases]
@@ -106,6 +108,40 @@ def test_a_sum_of_all_cases_is_exact(n, block, form):
 @pytest.mark.parametrize("n", [6, 7, 8, 16])
 def test_longer_rings_are_exact(n, form):
     check(mesh_of(x=n), ("x",), ("lhs-free", "batch"), 3, form)
+
+
+GROUPS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4), (9, 3)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n", "g"), GROUPS)
+def test_steps_of_several_shards_are_exact(n, g, form):
+    two_way, unroll = form
+    chains = (4 if unroll else 2) if two_way else 1
+    how = {"shards_per_step": g}
+    check(mesh_of(x=n), ("x",), ALL, 3, form, how=how)
+    run, args = build(mesh_of(x=n), ("x",), ALL, 3, form, how=how)
+    jaxpr = run.trace(*args).jaxpr
+    sends = chains * (n // g - 1) + g - 1
+    assert runs(jaxpr, "ppermute") == scatter_permutes(n, 3, chains, g) == sends
+    assert runs(jaxpr, "dot_general") == n // g * chains * len(ALL)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_of_several_shards_are_exact_in_chains_in_orders_and_over_axes(form):
+    cases = ("lhs-free", "batch")
+    for chains in (2, 3, 5):
+        how = {"shards_per_step": 2}
+        check(mesh_of(x=8), ("x",), cases, 3, form, chains=chains, how=how)
+    for order, g in (((2, 3, 1, 0, 6, 7, 5, 4), 2), ((7, 5, 6, 4, 0, 1, 3, 2), 4)):
+        run, args = build(
+            mesh_of(x=8), ("x",), cases, 3, form, how={"shards_per_step": g, "order": order}
+        )
+        plain, _ = build(mesh_of(x=8), ("x",), cases, 3, form)
+        np.testing.assert_array_equal(run(*args), plain(*args))
+    for axes in (("x", "y"), ("y", "x"), ("y",)):
+        how = {"shards_per_step": 2}
+        check(mesh_of(x=2, y=4), axes, cases, 3, form, check_vma=True, how=how)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -189,23 +225,25 @@ def test_64_bit_dtypes_are_exact(dtype):
         check(mesh_of(x=4), ("x",), ALL, 2, (True, True), dtype)
 
 
-def sum_over_ring(values, dtype, out_dtype, form=(True, True)):
+def sum_over_ring(values, dtype, out_dtype, form=(True, True), g=1):
     """``psum_scatter`` of one value per device, times a row of ones: the sum on every device."""
     n = len(values)
     mesh = mesh_of(x=n)
     partial = partial_of("k,ks->s", out_dtype)
 
     def ring(own, ones):
-        return einsum_reduce_scatter([(own, ones, partial)], 0, schedule_of(mesh, ("x",), *form))
+        schedule = schedule_of(mesh, ("x",), *form, shards_per_step=g)
+        return einsum_reduce_scatter([(own, ones, partial)], 0, schedule)
 
     args = jnp.asarray(values, dtype), jnp.ones((1, 2 * n), dtype)
     return np.asarray(every_device(mesh, ring, (P("x"), P()))(*args))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_small_floats_are_summed_in_float32_and_rounded_once(form):
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_small_floats_are_summed_in_float32_and_rounded_once(form, g):
     # In bfloat16 each addition of 1 to 256 is lost; in float32 the seven ones come to 263 -> 264.
-    result = sum_over_ring([256, 1, 1, 1, 1, 1, 1, 1], jnp.bfloat16, jnp.bfloat16, form)
+    result = sum_over_ring([256, 1, 1, 1, 1, 1, 1, 1], jnp.bfloat16, jnp.bfloat16, form, g)
     assert result.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(result.astype(np.float32), 264)
 

@@ -5,6 +5,7 @@ import pytest
 
 from collmm.ring import (
     Chain,
+    GroupChain,
     gather_chains,
     gather_parts,
     gather_permutes,
@@ -97,6 +98,68 @@ def test_every_share_is_added_once_and_ends_at_its_owner(n, two_way, chains, blo
         written[:, part.start : part.start + part.size] += 1
     assert np.all(written == 1)
     np.testing.assert_array_equal(result, shares.sum(axis=0).reshape(n, block))
+
+
+GROUPS = [(n, g) for n in LENGTHS for g in range(2, n // 2 + 1) if n % g == 0]
+
+
+def within_groups(n, g):
+    """What every position holds of its group after each send within it, and the chain."""
+    chain, held = GroupChain(n, -1, g - 1), list(range(n))
+    yield held, chain
+    for _ in range(chain.sends):
+        held = send(held, chain)
+        yield held, chain
+
+
+@pytest.mark.parametrize("two_way", [False, True])
+@pytest.mark.parametrize(("n", "g"), GROUPS)
+def test_every_group_s_shards_reach_every_position_once(n, g, two_way):
+    groups = [set() for _ in range(n)]
+    for i, (held, chain) in enumerate(within_groups(n, g)):
+        for p in range(n):
+            assert (p + chain.within(p, i)) % n == held[p]
+            groups[p].add(held[p])
+    assert groups == [set(range(p - p % g, p - p % g + g)) for p in range(n)]
+    seen = [[p] for p in range(n)]
+    for chain in gather_chains(n, two_way, g):
+        held = list(range(n))
+        for i in range(1, chain.sends + 1):
+            held = send(held, chain)
+            for p in range(n):
+                assert (p + chain.gathered_offset(i)) % n == held[p]
+                assert 0 <= chain.gathered_offset(i) <= n
+                seen[p].append(held[p])
+    # Of every group the member in the same place, which holds what its group has put together.
+    assert all(sorted(x // g for x in held) == list(range(n // g)) for held in seen)
+    assert gather_permutes(n, g=g) == n // g - 1 + g - 1
+
+
+@pytest.mark.parametrize(("two_way", "chains"), [(False, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize(("n", "g"), GROUPS)
+def test_every_share_of_a_group_is_added_once_and_ends_at_its_owner(n, g, two_way, chains):
+    block = 3
+    shares = np.random.default_rng(n).integers(-99, 99, (n, n * block))
+    sums = np.zeros((n, g * block), int)
+    for part in scatter_parts(n, two_way, block, chains, g):
+        acc = [np.zeros(part.size, int)] * n
+        for i in range(n // g):
+            if i:
+                acc = send(acc, part.chain)
+            for p in range(n):
+                member = (p + part.chain.scattered_offset(i)) % n
+                start = member // g * g * block + part.start
+                acc[p] = acc[p] + shares[p, start : start + part.size]
+        sums[:, part.start : part.start + part.size] = acc
+    chain = GroupChain(n, -1, g - 1)
+    acc = [np.zeros(block, int)] * n
+    for i in range(g):
+        if i:
+            acc = send(acc, chain)
+        for p in range(n):
+            slot = (p + chain.within(p, 1 + i)) % g
+            acc[p] = acc[p] + sums[p, slot * block : (slot + 1) * block]
+    np.testing.assert_array_equal(acc, shares.sum(axis=0).reshape(n, block))
 
 
 @pytest.mark.parametrize("n", LENGTHS)

@@ -17,11 +17,14 @@ from collmm.cost.hiding import ALONE, Behind, Hidden
 from collmm.cost.nested import NOWHERE, Inside
 from collmm.cost.steps import Shared
 from collmm.nesting import inner_collective, inner_collectives
-from collmm.schedule import MAX_UNROLLED_RING, Schedule
+from collmm.schedule import MAX_UNROLLED_RING, Schedule, group_sizes
 from collmm.sites import ALL_GATHER, ALL_TO_ALL, Collective, EinsumSite
 
 # Beyond this the text of a loop, and the time to compile it, grow too long.
 _LONGEST_UNROLLED = 2 * MAX_UNROLLED_RING
+# Shards per step on a GPU, where a permute to any peer takes the same. On a torus one that passes
+# the links of several members takes that many times longer, and never paid in a schedule.
+_GROUPS = (2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +130,18 @@ def _with_inner(
     )
     others = [(m.site.index, c) for m in members for c in m.site.loopable if c != m.collective]
     hidden_s = sum(hidden.get(key, ALONE).hidden_s for key in others)
-    for schedule in schedules(collective, site.ring_size(collective), chip):
+    size = site.ring_size(collective)
+    for schedule in schedules(collective, size, chip):
+        if schedule.grouped and schedule.shards_per_step not in group_sizes(size, order):
+            continue
         schedule = dataclasses.replace(schedule, order=order)
         yield schedule, Inside(rings, hidden_s=hidden_s)
-        for axes in inner_axes:
-            size = math.prod(dict(site.axis_sizes)[a] for a in axes)
+        for axes in () if schedule.grouped else inner_axes:
+            members_in = math.prod(dict(site.axis_sizes)[a] for a in axes)
             place = places(site, axes)
-            for inner in schedules(Collective(ALL_GATHER, 0, 0, axes, 0), size, chip):
+            for inner in schedules(Collective(ALL_GATHER, 0, 0, axes, 0), members_in, chip):
+                if inner.grouped:
+                    continue
                 inner = dataclasses.replace(inner, order=place.order)
                 nested = dataclasses.replace(schedule, inner=inner)
                 chosen = [inner_collective(m.site, m.collective, nested) for m in members]
@@ -151,9 +159,7 @@ def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Sc
         yield Schedule(axes, ring_size, two_way=False, unroll=True)
         return
     if chip.kind == "gpu":
-        # The compiler merges the dots of an unrolled ring, and the two ways of a ring would share
-        # one GPU's egress; either loses the overlap.
-        yield Schedule(axes, ring_size, two_way=False, unroll=False)
+        yield from _on_gpu(collective, ring_size)
         return
     for unroll in (True, False):
         if unroll and ring_size > _LONGEST_UNROLLED:
@@ -165,6 +171,19 @@ def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Sc
                 continue
             for chains in _chains(collective, two_way, unroll):
                 yield Schedule(axes, ring_size, two_way, unroll, chains=chains)
+
+
+def _on_gpu(collective: Collective, ring_size: int) -> Iterator[Schedule]:
+    """One way only: the two ways of a ring would share one GPU's egress.
+
+    A rolled gather copies the shards that it carries; of an unrolled reduce-scatter XLA starts the
+    permutes too late.
+    """
+    longest = MAX_UNROLLED_RING if collective.kind == ALL_GATHER else 0
+    for g in (1, *_GROUPS):
+        if g == 1 or g in group_sizes(ring_size, None):
+            unroll = ring_size // g <= longest
+            yield Schedule(collective.axes, ring_size, False, unroll, shards_per_step=g)
 
 
 def _chains(collective: Collective, two_way: bool, unroll: bool) -> tuple[int | None, ...]:

@@ -226,6 +226,31 @@ def permute_step_s(ring: Ring, shard_bytes: float, two_way: bool = False) -> flo
     return max(shard_bytes / _permute_rate(ring, two_way), ring.neighbour_hops * ring.hop_s)
 
 
+def grouped(ring: Ring, g: int) -> Ring:
+    """The links of ``ring`` for permutes that move ``g`` positions on.
+
+    A switch makes no difference. On a torus they pass the links of ``g`` members, so that each link
+    carries as many times more; a network interface carries its own member's alone as before.
+    """
+    if g == 1 or ring.kind != "torus":
+        return ring
+    one_way, both = ring.permute_load
+    hops = ring.neighbour_hops * g
+    return dataclasses.replace(ring, permute_load=(g * one_way, g * both), neighbour_hops=hops)
+
+
+def inside_group(ring: Ring, g: int) -> Ring:
+    """The links of ``ring`` for permutes round every group of ``g`` neighbours.
+
+    On a torus the last member's goes back past the others. A group within a node leaves it nowhere.
+    """
+    if g == 1 or ring.kind == "torus":
+        return grouped(ring, max(1, g - 1))
+    if ring.kind == "nodes" and ring.axes[1] % g == 0:
+        return dataclasses.replace(ring, kind="switch", axes=(g,), wraps=(True,))
+    return ring
+
+
 def permute_ring_s(ring: Ring, full_bytes: float, two_way: bool = False) -> float:
     """Seconds of all X-1 steps that bring every shard of ``full_bytes`` round the ring.
 

@@ -111,10 +111,12 @@ def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, sha
 
     On a GPU also the updates of the result, which a TPU's compiler fuses into the einsum.
     """
-    n = schedule.ring_size
+    n, g = schedule.groups, schedule.shards_per_step
     chains = 2 if schedule.two_way and n > 2 else 1
     turns = 0 if schedule.unroll else (n - 1) // chains - 1
     passes_s = turns * (chains * pass_s(2 * shard, chip) + _turn_s(chip))
+    if g > 1:  # a group's shards are put together
+        passes_s += g * pass_s(2 * shard / g, chip)
     tile = chip.matrix_tile or 1
     if chip.kind == "gpu":
         passes_s += sum(_gpu_gather_pass_s(m, n, chip) for m in members)
@@ -133,12 +135,30 @@ def _gpu_gather_pass_s(m: Shared, n: int, chip: Chip) -> float:
     part = m.partial(n)
     if not m.accumulates:
         return n * pass_s(2 * part.out_bytes, chip)
+    rounded = part.results * (m.wide + part.itemsizes[2]) if m.wide != part.itemsizes[2] else 0
+    return _local_slices_s(m, n, chip) + pass_s(rounded, chip)
+
+
+def _local_slices_s(m: Shared, n: int, chip: Chip) -> float:
+    """The slices of the local operand of a gathered sum, where padding does not copy them."""
+    part = m.partial(n)
     sliced, padded = part.lhs_bytes, copied(part)[0]
     if m.collective.operand == 0:
         sliced, padded = part.rhs_bytes, copied(part)[1]
-    # A slice that is padded as well is copied once.
-    rounded = part.results * (m.wide + part.itemsizes[2]) if m.wide != part.itemsizes[2] else 0
-    return n * pass_s(2 * (sliced - padded), chip) + pass_s(rounded, chip)
+    return n * pass_s(2 * (sliced - padded), chip)
+
+
+def together_s(members: Sequence[Shared], schedule: Schedule, chip: Chip, group: float) -> float:
+    """The passes that run while the first shard of a ``group`` is on its way to the own one.
+
+    The own one is put into its place; and XLA's GPU compiler makes all slices of an unrolled ring
+    in one kernel, and first.
+    """
+    passes_s = pass_s(2 * group / schedule.shards_per_step, chip)
+    if chip.kind == "gpu" and schedule.unroll:
+        n = schedule.groups
+        passes_s += sum(_local_slices_s(m, n, chip) for m in members if m.accumulates)
+    return passes_s
 
 
 def local_bytes(m: Shared, n: int) -> int:
@@ -154,7 +174,7 @@ def local_bytes(m: Shared, n: int) -> int:
 def cut_of(members: Sequence[Shared], schedule: Schedule) -> int:
     """The dimension of the result along which the loop cuts a block for its accumulators."""
     dim = members[0].collective.dim
-    if schedule.nested or not schedule.unroll:
+    if schedule.nested or schedule.grouped or not schedule.unroll:
         return dim
     steps = []
     for m in members:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from collmm.cost import collectives
-from collmm.cost.collectives import Ring
+from collmm.cost.collectives import Ring, grouped, inside_group
 from collmm.cost.einsum import time_of
 from collmm.cost.figures import Chip
 from collmm.cost.kernels import Shared as Shared
@@ -27,6 +27,7 @@ from collmm.cost.kernels import (
     local_bytes,
     pass_s,
     scatter_einsum,
+    together_s,
 )
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -94,9 +95,11 @@ def loop_of(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
 
 def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> Loop:
     """Shards travel; each is multiplied while the next is on its way."""
-    n = schedule.ring_size
+    n, unroll = schedule.groups, schedule.unroll
     shard = members[0].collective.ring_bytes / n
-    unroll = schedule.unroll
+    meanwhile = together_s(members, schedule, chip, shard)
+    within = _within(schedule, shard, ring, meanwhile)
+    ring = grouped(ring, schedule.shards_per_step)
     e = sum(gather_einsum(m, n, chip, unroll) for m in members)
     first = sum(gather_einsum(m, n, chip, unroll, "first") for m in members)
     last = sum(gather_einsum(m, n, chip, unroll, "last") for m in members)
@@ -128,15 +131,31 @@ def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
         phases = [Phase(1, first, max(one, first + out_s), ring.launch_s), Phase(1, last)]
     chains = 2 if schedule.two_way and n > 2 else 1
     return Loop(
-        tuple(phases),
+        (*within, *phases),
         steps=n,
         einsum_s=e,
         permute_s=permute_s,
         passes_s=gather_passes(members, schedule, chip, shard),
+        prologue_s=sum(p.count * p.exposed for p in within),
         memory_bytes=int(2 * chains * shard) - members[0].collective.bytes,
-        link_bytes=int((n - 1) * shard),
-        permutes=n - 1,
+        link_bytes=int(members[0].collective.ring_bytes - shard / schedule.shards_per_step),
+        permutes=schedule.shards_per_step + n - 2,
     )
+
+
+def _within(
+    schedule: Schedule, group: float, ring: Ring, meanwhile: float = 0.0
+) -> tuple[Phase, ...]:
+    """The permutes within a group, of the ``group`` bytes of its members; no einsum hides them.
+
+    ``meanwhile``: seconds of passes, counted elsewhere, that run behind the first.
+    """
+    g = schedule.shards_per_step
+    if g == 1:
+        return ()
+    seconds = ring.launch_s + collectives.permute_step_s(inside_group(ring, g), group / g)
+    first = max(0.0, seconds - meanwhile)
+    return Phase(1, 0.0, first, ring.launch_s), Phase(g - 2, 0.0, seconds, ring.launch_s)
 
 
 def first_step_s(m: Shared, schedule: Schedule, chip: Chip) -> float:
@@ -156,11 +175,12 @@ def first_step_s(m: Shared, schedule: Schedule, chip: Chip) -> float:
 
 def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> Loop:
     """The accumulator travels, and each device adds its share."""
-    n, c = schedule.ring_size, members[0].collective
+    n, c, g = schedule.groups, members[0].collective, schedule.shards_per_step
     wide = members[0].wide
     block = c.bytes / n / members[0].site.itemsizes[2] * wide
     count = schedule.accumulators
     cut = cut_of(members, schedule)
+    within, ring = _within(schedule, block, ring), grouped(ring, g)
     e = sum(scatter_einsum(m, n, count, cut, chip) for m in members)
     first = sum(scatter_einsum(m, n, count, cut, chip, first=True) for m in members)
     first += e * (count - 1)
@@ -175,26 +195,30 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
         if chip.kind == "gpu":
             passes_s += sum(gpu_slices_s(m, n, chip) for m in members)
             if wide != members[0].site.itemsizes[2]:
-                passes_s += pass_s(block + block / wide * members[0].site.itemsizes[2], chip)
+                passes_s += pass_s(
+                    block / g + block / g / wide * members[0].site.itemsizes[2], chip
+                )
     else:
         # Transfers that queue for one link, in a turn and in one of its two groups.
         ways = 2 if schedule.two_way and _apart(ring) else 1
         queued, half = -(-count // ways), (count + 1) // 2
-        grouped = -(-half // ways)
-        turn = max(grouped * permute_s + e * half, queued * permute_s, e * count)
+        per_way = -(-half // ways)
+        turn = max(per_way * permute_s + e * half, queued * permute_s, e * count)
         launches = queued * launches
         # The first step of every chain is outside of the turns.
         phases = [Phase(1, first)]
         phases.append(Phase(n - 1, e * count, turn, launches))
+    passes_s += (g - 1) * pass_s(3 * block / g, chip)
     return Loop(
-        tuple(phases),
+        (*phases, *within),
         steps=n * count,
         einsum_s=e,
         permute_s=permute_s,
         passes_s=passes_s,
+        epilogue_s=sum(p.count * p.exposed for p in within),
         memory_bytes=int(3 * block) - c.bytes,
-        link_bytes=int((n - 1) * block),
-        permutes=(n - 1) * count,
+        link_bytes=int((n - 1 / g) * block),
+        permutes=(n - 1) * count + g - 1,
     )
 
 

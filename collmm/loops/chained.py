@@ -25,7 +25,7 @@ from jax import Array, lax
 
 from collmm.loops.gather import Consumer
 from collmm.loops.partial import PartialEinsum, add
-from collmm.loops.ringops import position, put, send, shard_start, take
+from collmm.loops.ringops import in_turn, position, put, send, shard_start, take
 from collmm.ring import Part, scatter_parts
 from collmm.schedule import Schedule
 
@@ -194,6 +194,8 @@ def _unrolled(ring: ChainLoop, parts: tuple[Part, ...], pos: Array) -> tuple[Arr
     n = ring.schedule.ring_size
     own, carry = _begin(ring, parts, pos)
     for i in range(2, n):
+        if ring.schedule.barrier and not ring.schedule.two_way:
+            carry = in_turn(carry)
         carry = _step(ring, parts, pos, i, carry, last=i == n - 1)
     return _end(ring, parts, pos, own, carry)
 

@@ -14,6 +14,17 @@ way by itself and is multiplied as it arrives, so that the ring ends with the ei
         y[sa.id] = dot(sa, ..); y[sb.id] = dot(sb, ..)
         sa, sb = ta, tb
 
+With ``shards_per_step`` of g, g neighbours put their shards together first, and g shards travel and
+are multiplied at a time, in n / g steps::
+
+    for j in range(g - 1):  # within a group
+        s = ppermute(s);  S[s.id] = s
+    for i in range(n / g):  # from group to group
+        T = ppermute(S);  y[S.ids] = dot(S, ..);  S = T
+
+Nothing hides the permutes within the group: to multiply the own shard meanwhile costs more, since
+it makes one large einsum into g small ones.
+
 What travels may be narrower than what is multiplied: with ``unpack``, casts and scales are done on
 each shard as it arrives. Any number of einsums share one ring. The gathered label may be free in an
 einsum (a slice of the result is written), contracting (the local operand is sliced, and the
@@ -32,8 +43,8 @@ from jax import Array, lax
 
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
-from collmm.loops.ringops import position, put, send, shard_start, take, take_apart
-from collmm.ring import Part, gather_parts
+from collmm.loops.ringops import in_turn, position, put, send, shard_start, slot, take, take_apart
+from collmm.ring import GroupChain, Part, gather_parts
 from collmm.schedule import Schedule
 
 
@@ -128,10 +139,33 @@ def go_round(ring: Ring, shard: Any, dims: Any) -> States:
     if isinstance(dims, int):
         dims = jax.tree.map(lambda _: dims, shard)
     x, dim = jax.tree.leaves(shard)[0], jax.tree.leaves(dims)[0]
-    parts = gather_parts(schedule.ring_size, schedule.two_way, x.shape[dim], schedule.chunks)
-    trip = _Trip(schedule, position(schedule), parts, x.shape[dim], dims)
+    pos, block, g = position(schedule), x.shape[dim], schedule.shards_per_step
+    parts = gather_parts(schedule.ring_size, schedule.two_way, block, schedule.chunks, g)
+    trip = _Trip(schedule, pos, parts, block, dims)
+    if g > 1:
+        shard = _together(shard, dims, schedule, pos)
     run = _unrolled if schedule.unroll else _rolled
     return run(ring, shard, trip)
+
+
+def _together(shard: Any, dims: Any, schedule: Schedule, pos: Array) -> Any:
+    """The shards of the own group in one, on each of its members."""
+    g = schedule.shards_per_step
+    chain = GroupChain(schedule.ring_size, -1, g - 1)
+    group = jax.tree.map(lambda _: None, shard)
+    for i in range(g):
+        member = shard_start(pos, chain.within(pos, i), schedule, 1)
+        group = jax.tree.map(
+            lambda x, d, whole, member=member: put(
+                whole, x, d, slot(member, g, x.shape[d]), g * x.shape[d]
+            ),
+            shard,
+            dims,
+            group,
+        )
+        if i < chain.sends:
+            shard = jax.tree.map(lambda x: send(x, chain, schedule), shard)
+    return group
 
 
 @dataclass(frozen=True)
@@ -156,7 +190,7 @@ class _Trip:
         """The parts of the own shard."""
 
         def cut(part: Part) -> Any:
-            if part.size == self.block:
+            if part.size == self.block * self.schedule.shards_per_step:
                 return shard
             at = part.start, part.start + part.size
             return jax.tree.map(lambda x, d: lax.slice_in_dim(x, *at, axis=d), shard, self.dims)
@@ -176,7 +210,8 @@ class _Trip:
         return self._place(part.chain.gathered_offset(i), part.start)
 
     def _place(self, offset: Any, within: int) -> tuple[Array, int]:
-        start = shard_start(self.pos, offset, self.schedule, self.block)
+        count = self.schedule.shards_per_step
+        start = shard_start(self.pos, offset, self.schedule, self.block, count)
         start = start + start.dtype.type(within) if within else start
         return start, self.block * self.schedule.ring_size
 
@@ -253,7 +288,8 @@ def _unrolled(ring: Ring, shard: Any, trip: _Trip) -> States:
     """Every step written out: the sends of step i first, then the einsums of step i."""
     held = trip.pieces(shard)
     states: States = ()
-    for i in range(max(part.chain.sends for part in trip.parts) + 1):
+    schedule, sends = trip.schedule, max(part.chain.sends for part in trip.parts)
+    for i in range(sends + 1):
         arriving = tuple(
             trip.send(x, part) if i < part.chain.sends else x
             for x, part in zip(held, trip.parts, strict=True)
@@ -264,6 +300,8 @@ def _unrolled(ring: Ring, shard: Any, trip: _Trip) -> States:
             if 0 < i <= part.chain.sends:
                 states = ring.consume(states, x, *trip.place(part, i))
         held = arriving
+        if schedule.barrier and i < sends:
+            held, states = in_turn((held, states))
     return states
 
 
@@ -290,6 +328,8 @@ def _rolled(ring: Ring, shard: Any, trip: _Trip) -> States:
 
     held = arrive(trip.pieces(shard))
     ring, states = ring.first(shard, *trip.own())
+    if trip.schedule.barrier:  # a compiler writes out a loop of one turn
+        held, states = in_turn((held, states))
     if common > 1:
         held, states = lax.fori_loop(1, common, body, (held, states))
     longest = parts[0]

@@ -49,12 +49,17 @@ def send(x: Array, chain: Chain, schedule: Schedule) -> Array:
     return lax.ppermute(x, axes, relabelled(pairs, schedule.axes, axes, mesh.shape))
 
 
-def shard_start(pos: Array, offset: Any, schedule: Schedule, block: int) -> Array:
-    """Where the shard of the member ``offset`` positions on starts, in elements."""
+def shard_start(pos: Array, offset: Any, schedule: Schedule, block: int, count: int = 1) -> Array:
+    """Where the shard of the member ``offset`` positions on starts, in elements.
+
+    With ``count`` > 1: where the first shard of its group of so many starts.
+    """
     n = schedule.ring_size
     # A loop counter may be wider than the position; both operands of rem are non-negative.
     offset = lax.convert_element_type(offset, pos.dtype)
     member = _lookup(schedule.order, lax.rem(pos + offset, pos.dtype.type(n)))
+    if count > 1:
+        member = member - lax.rem(member, pos.dtype.type(count))
     return member * pos.dtype.type(block)
 
 
@@ -73,6 +78,17 @@ def take_apart(x: Array, dim: int, start: Array, size: int) -> Array:
     return lax.platform_dependent(part, tpu=lax.optimization_barrier, default=lambda x: x)
 
 
+def in_turn(x: Any) -> Any:
+    """``x``, and on a GPU nothing that reads any of it starts before all of it is there.
+
+    XLA keeps one permute in flight there, and of an unrolled ring starts the next as soon as it
+    can, ahead of the einsums, so that the last ones have nothing to hide; and its dot merger would
+    join the einsums.
+    """
+    wait = lax.optimization_barrier
+    return lax.platform_dependent(x, cuda=wait, rocm=wait, default=lambda x: x)
+
+
 def put(buffer: Array | None, part: Array, dim: int, start: Any, size: int) -> Array:
     """Write ``part`` at ``start`` of ``dim`` of a buffer of ``size``, made here if there is none.
 
@@ -80,6 +96,11 @@ def put(buffer: Array | None, part: Array, dim: int, start: Any, size: int) -> A
     fill with zeros would be a pass over memory of its own.
     """
     return put_at(buffer, part, ((dim, start, size),))
+
+
+def slot(member: Array, count: int, block: int) -> Array:
+    """Where the shard of ``member`` starts among those of its group of ``count``, in elements."""
+    return lax.rem(member, member.dtype.type(count)) * member.dtype.type(block)
 
 
 Place = tuple[int, Any, int]

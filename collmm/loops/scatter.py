@@ -22,8 +22,8 @@ from jax import Array, lax
 from collmm.cutting import Step, cut_dim
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
-from collmm.loops.ringops import Place, position, put_at, send, shard_start, take
-from collmm.ring import Part, scatter_parts
+from collmm.loops.ringops import Place, position, put_at, send, shard_start, slot, take
+from collmm.ring import GroupChain, Part, scatter_parts
 from collmm.schedule import Schedule
 
 Term = tuple[Array, Array, PartialEinsum]
@@ -48,8 +48,10 @@ def einsum_reduce_scatter(terms: Sequence[Term], scatter_dim: int, schedule: Sch
             return partial.dot(lhs, rhs)
         return lax.convert_element_type(sum_of_terms(terms), out_dtype)
     steps = [_step_of(term, scatter_dim, block) for term in terms]
+    cut = scatter_dim
     # In a rolled loop libtpu makes the slices of a whole operand again every turn.
-    cut = cut_dim(steps, scatter_dim, schedule.accumulators) if schedule.unroll else scatter_dim
+    if schedule.unroll and not schedule.grouped:
+        cut = cut_dim(steps, scatter_dim, schedule.accumulators)
     ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule), cut)
     return ring.go_round(out_dtype)
 
@@ -79,17 +81,25 @@ class Scattered:
 
     def go_round(self, out_dtype: Any) -> Array:
         """Send the accumulators round the ring and return this device's block."""
-        parts = self.parts
-        if len(parts) == 1:
-            return lax.convert_element_type(_one_chain(self, parts[0]), out_dtype)
-        return _out_of_phase(self, parts, out_dtype)
+        parts, grouped = self.parts, self.schedule.grouped
+        if len(parts) > 1:
+            made = _out_of_phase(self, parts, None if grouped else out_dtype)
+        else:
+            made = _one_chain(self, parts[0])
+        if grouped:
+            made = _apart(self, made)
+        return lax.convert_element_type(made, out_dtype)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts of the block, each with its accumulator."""
         schedule = self.schedule
         return scatter_parts(
-            schedule.ring_size, schedule.two_way, self.cut_size, schedule.accumulators
+            schedule.ring_size,
+            schedule.two_way,
+            self.cut_size,
+            schedule.accumulators,
+            schedule.shards_per_step,
         )
 
     @property
@@ -109,7 +119,8 @@ class Scattered:
     def start(self, part: Part, i: Any) -> Array:
         """Where ``part`` of the block to be added at step ``i`` starts."""
         offset = part.chain.scattered_offset(i)
-        start = shard_start(self.pos, offset, self.schedule, self.block)
+        count = self.schedule.shards_per_step
+        start = shard_start(self.pos, offset, self.schedule, self.block, count)
         return start + start.dtype.type(part.start) if self.cut_along == self.dim else start
 
     def share(self, part: Part, start: Array) -> Array:
@@ -166,12 +177,12 @@ class Scattered:
 
 
 def _one_chain(ring: Scattered, part: Part) -> Array:
-    """n steps; the first makes the accumulator, each of the others sends and adds."""
+    """A step per group; the first makes the accumulator, each of the others sends and adds."""
 
     def step(i: Any, acc: Array) -> Array:
         return ring.add_apart(ring.send(acc, part), part, i)
 
-    n = ring.schedule.ring_size
+    n = ring.schedule.groups
     acc = ring.first(part)
     if not ring.schedule.unroll:
         return lax.fori_loop(1, n, step, acc)
@@ -180,17 +191,36 @@ def _one_chain(ring: Scattered, part: Part) -> Array:
     return acc
 
 
+def _apart(ring: Scattered, sums: Array) -> Array:
+    """Scatter the sums for the own group, ``[.., g blocks, ..]`` on each of its members.
+
+    One block is sent on and added to in every step, and no einsum is left to hide that.
+    """
+    schedule, pos = ring.schedule, ring.pos
+    g = schedule.shards_per_step
+    chain = GroupChain(schedule.ring_size, -1, g - 1)
+
+    def block(i: int) -> Array:
+        member = shard_start(pos, chain.within(pos, 1 + i), schedule, 1)
+        return take(sums, ring.dim, slot(member, g, ring.block), ring.block)
+
+    acc = block(0)
+    for i in range(1, g):
+        acc = add(send(acc, chain, schedule), block(i))
+    return acc
+
+
 _Arrays = tuple[Array, ...]
 
 
-def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any) -> Array:
+def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any | None) -> Array:
     """Two groups of chains: one is on its way while the other is multiplied, and the reverse.
 
     Group a is half a step ahead. Written out, each waits for what the other has added before:
     libtpu lets it run on alone else, and nothing hides its transfers. Peeled off the loop: the
     first step, before which nothing has arrived, and the last, after which nothing is sent.
     """
-    n, half = ring.schedule.ring_size, (len(parts) + 1) // 2
+    n, half = ring.schedule.groups, (len(parts) + 1) // 2
     a, b = parts[:half], parts[half:]
 
     def send_all(accs: _Arrays, group: tuple[Part, ...]) -> _Arrays:
@@ -235,22 +265,23 @@ def _finish(
     parts: tuple[Part, ...],
     arrived: _Arrays,
     before: Array | None,
-    out_dtype: Any,
+    out_dtype: Any | None,
 ) -> Array:
-    """The last step of every chain, rounded and written into one buffer.
+    """The last step of every chain, rounded (unless ``out_dtype`` is None), into one buffer.
 
     A concatenate would copy every part once more. Each part waits for the one before, or the
     scheduler may wait for all the permutes first and multiply then; the first one waits for the
     sum ``before``.
     """
-    last, result = ring.schedule.ring_size - 1, None
+    last, result = ring.schedule.groups - 1, None
+    whole = ring.cut_size * ring.schedule.shards_per_step
     for acc, part in zip(arrived, parts, strict=True):
         if result is None:
             acc, _ = ring.add_fused(acc, part, last, before)
         else:
             acc, result = ring.add_fused(acc, part, last, result)
-        block = lax.convert_element_type(acc, out_dtype)
-        result = put_at(result, block, ((ring.cut_along, part.start, ring.cut_size),))
+        block = acc if out_dtype is None else lax.convert_element_type(acc, out_dtype)
+        result = put_at(result, block, ((ring.cut_along, part.start, whole),))
     assert result is not None
     return result
 
