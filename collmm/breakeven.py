@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from collmm.cost.candidates import Candidate
 from collmm.cost.collectives import Ring
+from collmm.cost.einsum import GPU_ALIGN
 from collmm.cost.estimate import Estimate, Shared, assumed_ring, estimate
 from collmm.cost.figures import Chip
 from collmm.nesting import inner_collective
@@ -25,7 +26,7 @@ from collmm.sites import Collective, EinsumSite
 
 _STEPS = 30
 # Newton's method starts here first, and at these multiples where that leads nowhere.
-_STARTS = (1, 8, 1 / 8, 64, 1 / 64)
+_STARTS = (1, 2, 1 / 2, 8, 1 / 8, 64, 1 / 64)
 _FARTHEST = 4096
 
 
@@ -93,6 +94,8 @@ def _of_size(
     site = candidates[0].members[0].site
     now = _size_of(site, label)
     unit = math.lcm(*(_unit(c, label) for c in candidates))
+    if chip.kind == "gpu" and now % (unit * GPU_ALIGN) == 0:
+        unit *= GPU_ALIGN  # what is no multiple is copied to pad it; asked of none of those
 
     def at(size: float) -> float:
         whole = max(unit, round(size / unit) * unit)

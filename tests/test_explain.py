@@ -84,6 +84,8 @@ def test_a_size_is_the_first_that_pays(name, kind, shape):
         if turn.what != "size":
             continue
         unit = units[turn.name]
+        if row.kind == "gpu" and turn.now % (8 * unit) == 0:
+            unit *= 8  # of what is padded nothing is told
         assert turn.now == dict(zip("abc", shape, strict=True))[turn.name]
         assert turn.value % unit == 0
         assert pays(turn.name, turn.value)

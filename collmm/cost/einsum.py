@@ -28,7 +28,7 @@ Place = Literal["memory", "chip", "sum", "arrived"]
 _NONE: Mapping[int, int] = {}
 _ROUNDED = 4
 """The corners of the roofline: close to one, a second leg adds to the longest."""
-_GPU_ALIGN = 8
+GPU_ALIGN = 8
 """XLA's GPU compiler pads what is no multiple of this for cuBLAS, with copies."""
 
 
@@ -181,7 +181,7 @@ def time_of(
 def copied(product: Product) -> tuple[int, int, int]:
     """Bytes of lhs, rhs and result that a GPU's compiler copies to pad them or to cut them back."""
     rows, depth, columns = (
-        s % _GPU_ALIGN > 0 for s in (product.rows, product.depth, product.columns)
+        s % GPU_ALIGN > 0 for s in (product.rows, product.depth, product.columns)
     )
     return (
         product.lhs_bytes * (rows or depth),
