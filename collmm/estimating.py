@@ -63,10 +63,11 @@ class Wanted:
 
 def tpu_samples(target: Target, wanted: Wanted) -> Iterator[Sample]:
     """The kernels of einsums alone and in sums, on one device of a TPU ``target``."""
-    # Where one of them is small the memory decides, or the result; in sums what starts a kernel.
+    # Where one of them is small the memory decides, or the result; in sums what starts a kernel,
+    # on which the predictions of loops depend most.
     for shape in sizes(wanted.alone, (64, 256, 256), (16384, 16384, 16384), 64):
         yield from _kernels(target, COMPILED, shape)
-    for shape in sizes(wanted.sums, (256, 512, 512), (8192, 8192, 8192), 128):
+    for shape in sizes(wanted.sums, (64, 256, 256), (8192, 8192, 8192), 64):
         yield from _kernels(target, OF_A_SUM, shape)
 
 
