@@ -26,7 +26,8 @@ class Schedule:
     flattened index over these axes. ``ring_size``: the number of positions. ``two_way``: shards
     travel both ways round the ring at once. ``unroll``: False gives a loop whose program does not
     grow with the ring. ``barrier``: optimization barriers tell each partial einsum of a
-    reduce-scatter whether to wait for the accumulator it adds to. ``chains``: into how many parts a
+    reduce-scatter whether to wait for the accumulator it adds to, and on a GPU each step of an
+    unrolled gather to wait for the one before. ``chains``: into how many parts a
     block is cut, each of which travels by itself. A gather sends whole shards with None or 1. A
     reduce-scatter has an accumulator for each part, which travel out of phase; None takes 1
     one-way, two-way 4 and in a rolled loop 2. With two, one is on its way while the other
