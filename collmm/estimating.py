@@ -34,8 +34,8 @@ from collmm.prediction import predict
 from collmm.targets import Target
 
 Sizes = tuple[int, int, int]
-_CHIP_MEMORY = 1
-"""The memory space of HLO that is the memory on a TPU's chip."""
+_ON_CHIP = (1, 3)
+"""Memory spaces of HLO that are on a TPU's chip; v4 has two, and fetches operands to the second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _kernel(target: Target, module: Module, kind: str, shape: Sizes, i: Instruct
 
 
 def _stays(shape: Shape) -> bool:
-    return shape.memory_space == _CHIP_MEMORY
+    return shape.memory_space in _ON_CHIP
 
 
 def _product(shape: Sizes, itemsize: int = 2) -> Product:

@@ -14,7 +14,8 @@ from collmm.cost.figures import EinsumTable, Figure
 from collmm.cost.fit import COMPILED, OF_A_SUM, Sample, predicted, split
 from collmm.cost.hardware import chip, load_profile
 from collmm.cost.shape_fit import FITTED, fit_shape, fit_table, usual_shape, with_shape
-from collmm.estimating import sizes
+from collmm.estimating import Wanted, sizes, tpu_samples
+from collmm.targets import parse_target
 
 ODD = {"matrix_share": 0.71, "result": 14e-12, "start": 4.2e-6, "memory_share": 0.44}
 OTHERS = ("kept", "summed", "arrived_start", "onchip", "onchip_fits", "result_fits", "late")
@@ -180,6 +181,46 @@ def test_a_fitted_table_is_read_again_as_it_was(tmp_path):
     text = json.dumps(done.to_json(), allow_nan=False)
     assert json.loads(text)["errors"][0]["median"] is None
     assert "shares at 3 x 2 x 2 points" in str(done)
+
+
+# --- what a compiler's text says ---
+
+KERNEL = """\
+HloModule one, is_scheduled=true
+
+%product (p0: bf16[64,512], p1: bf16[512,256]) -> bf16[64,256] {{
+  %p0 = bf16[64,512]{{1,0}} parameter(0)
+  %p1 = bf16[512,256]{{1,0}} parameter(1)
+  ROOT %dot = bf16[64,256]{{1,0}} dot(%p0, %p1), \
+lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (a: bf16[64,512], b: bf16[512,256]) -> bf16[64,256] {{
+  %a = bf16[64,512]{{1,0}} parameter(0)
+  %b = bf16[512,256]{{1,0{space}}} parameter(1)
+  ROOT %fusion = bf16[64,256]{{1,0}} fusion(%a, %b), kind=kOutput, calls=%product, \
+backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(("space", "fetched"), [("", False), (":S(1)", True), (":S(3)", True)])
+def test_a_sample_has_what_the_text_says_of_its_operands(monkeypatch, space, fetched):
+    text = KERNEL.format(space=space, cycles=2100)
+    monkeypatch.setattr("collmm.estimating._compiled", lambda *_: text)
+    monkeypatch.setattr("collmm.estimating.sizes", lambda count, *_: [(64, 512, 256)] * count)
+    (sample,) = tpu_samples(parse_target("tpu:v4:2x2x1"), Wanted(alone=1, sums=0))
+    assert sample.seconds == pytest.approx(2e-6)  # 2100 cycles at 1.05 GHz
+    assert sample.product == Product(1, 64, 512, 256)
+    lhs, rhs, out = 64 * 512 * 2, 512 * 256 * 2, 64 * 256 * 2
+    assert sample.onchip == (rhs if fetched else 0)
+    assert sample.moved == lhs + out + (0 if fetched else rhs)
+    assert sample.result == "memory"
+
+
+def test_a_program_of_other_kernels_than_expected_tells_nothing(monkeypatch):
+    monkeypatch.setattr("collmm.estimating._compiled", lambda *_: KERNEL.format(space="", cycles=0))
+    assert not list(tpu_samples(parse_target("tpu:v5e:2x4"), Wanted(alone=2, sums=1)))
 
 
 # --- sizes ---
