@@ -7,12 +7,13 @@
     python benchmarks/cost_grid.py products RESULTS.json
 
 ``compile`` compiles sites of ``grid_sites`` with the real compilers, in every schedule the planner
-weighs and whole, and adds what their timelines take to RESULTS.json; a site that is there is not
-compiled again. ``products`` adds the times of single einsums on a GPU. ``report`` prints how far
-the model is off, and whether it chooses well, on the half of the sites that its figures are fitted
-to and on the other half; ``fit`` prints those figures as ``collmm/cost/einsum_fits.py`` has them,
-and ``cross`` fits to each half and reports on the other. Without a file these three take the
-results stored beside the tests. Only ``compile`` and ``products`` need the compilers.
+weighs and whole, and adds what their timelines take to RESULTS.json; a site that is there is only
+compiled in the schedules that it lacks, and those sites come first. ``products`` adds the times of
+single einsums on a GPU. ``report`` prints how far the model is off, and whether it chooses well, on
+the half of the sites that its figures are fitted to and on the other half; ``fit`` prints those
+figures as ``collmm/cost/einsum_fits.py`` has them, and ``cross`` fits to each half and reports on
+the other. Without a file these three take the results stored beside the tests. Only ``compile`` and
+``products`` need the compilers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from absl import app, flags
 from grid_sites import GridSite, sites
 
 from collmm.cost.hardware import chip
+from collmm.schedule import Schedule
 
 STORED = pathlib.Path(__file__).parents[1] / "tests" / "data" / "cost_grid.json"
 TABLE = "h100"
@@ -41,7 +43,7 @@ _SHIPPED = flags.DEFINE_bool("shipped", False, "on a TPU, as the compiler itself
 
 
 def compile_sites(path: pathlib.Path, only: str, most: int) -> None:
-    """Compile up to ``most`` sites that ``path`` lacks and add them."""
+    """Compile up to ``most`` sites that ``path`` lacks, or of which it lacks schedules."""
     from collmm.targets import apply_environment
 
     wanted = [g for g in sites() if g.target.startswith(only)]
@@ -49,7 +51,15 @@ def compile_sites(path: pathlib.Path, only: str, most: int) -> None:
         raise app.UsageError(f"no target of the grid begins with {only!r}")
     apply_environment(wanted[0].target)
     results = _read(path)
-    done = {entry.grid_site.name for entry in grid_report.entries(results)}
+    found = list(grid_report.entries(results))
+    done = {entry.grid_site.name for entry in found}
+    for entry, stored in zip(found, results["sites"], strict=True):
+        lacking = _lacking(entry) if entry.grid_site.target.startswith(only) else []
+        if lacking and most:
+            stored["timeline"] |= _timed(entry.grid_site, lacking)
+            path.write_text(json.dumps(results))
+            print(entry.grid_site.name, flush=True)
+            most -= 1
     # A sample of them all, but the same every time, and one target after the other.
     left = sorted((g for g in wanted if g.name not in done), key=lambda g: crc32(g.name.encode()))
     for g in sorted(left[:most], key=lambda g: g.target):
@@ -85,6 +95,27 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return {"versions": versions, "sites": []}
 
 
+def _lacking(entry: grid_report.Entry) -> list[Schedule]:
+    """The schedules that the planner weighs for a stored site and that were not compiled."""
+    row = chip(entry.chip_name).per_device()
+    return [
+        s
+        for s in grid_report.planned_schedules(entry.site, row)
+        if grid_report.variant(s) not in entry.timeline
+    ]
+
+
+def _timed(g: GridSite, wanted: list[Schedule]) -> dict[str, float]:
+    """What the timelines of the site take under some schedules."""
+    import grid_compile
+
+    order = grid_compile.place_of(g).order
+    return {
+        grid_report.variant(s): grid_compile.timed(g, dataclasses.replace(s, order=order))["step"]
+        for s in wanted
+    }
+
+
 def _compiled(g: GridSite) -> dict[str, Any]:
     import grid_compile
 
@@ -93,9 +124,7 @@ def _compiled(g: GridSite) -> dict[str, Any]:
     timeline = {grid_report.WHOLE: grid_compile.timed(g, None, "off")["step"]}
     if g.target.startswith("tpu") and _SHIPPED.value:
         timeline[grid_report.SHIPPED] = grid_compile.timed(g, None)["step"]
-    for schedule in grid_compile.schedules_of(g):
-        seconds = grid_compile.timed(g, schedule)["step"]
-        timeline[grid_report.variant(schedule)] = seconds
+    timeline |= _timed(g, grid_compile.schedules_of(g))
     return {
         "site": dataclasses.asdict(g),
         "ring": dataclasses.asdict(place.ring),

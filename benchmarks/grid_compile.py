@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grid_report import site_of
+from grid_report import planned_schedules, site_of
 from grid_sites import GridSite
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from collmm import loops
 from collmm._jax import shard_map_all
-from collmm.cost.candidates import RingPlace, schedules
+from collmm.cost.candidates import RingPlace
 from collmm.cost.hardware import chip
 from collmm.hlo.parse import parse
 from collmm.prediction import predict
@@ -87,9 +87,8 @@ def place_of(site: GridSite) -> RingPlace:
 def schedules_of(site: GridSite) -> list[Schedule]:
     """Every schedule that planning weighs for the site."""
     row = chip(site.target.split(":")[1]).per_device()
-    (collective,) = site_of(site).collectives
     order = place_of(site).order
-    found = schedules(collective, site.ring, row)
+    found = planned_schedules(site_of(site), row)
     return [dataclasses.replace(schedule, order=order) for schedule in found]
 
 

@@ -62,6 +62,12 @@ def variant(schedule: Schedule) -> str:
     return schedule.describe() + (" chains 1" if schedule.chains == 1 else "")
 
 
+def planned_schedules(site: EinsumSite, row: Chip) -> list[Schedule]:
+    """Every schedule that planning weighs for a site of the grid on ``row``."""
+    found = candidates(site, row, lambda site, axes: RingPlace())
+    return [c.schedule for c in found]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One site: predicted and timeline seconds by variant, and what the model chooses.

@@ -52,6 +52,7 @@ MESHES: dict[str, tuple[dict[str, int], ...]] = {
     "tpu:v6e:4x8": ({"model": 32},),
     "gpu:h100:6": ({"model": 6},),
     "gpu:h100:3x8": ({"model": 24},),
+    "tpu:v5e:4x2": ({"data": 4, "model": 2},),
 }
 
 # From latency- to compute-bound. Gather and scatter: rows of the whole array, width, and columns or

@@ -32,7 +32,7 @@ from collmm.loops import Consumer, Inner
 from collmm.manual import Match
 from collmm.narrow import narrow_rings
 from collmm.nesting import inner_collective
-from collmm.plan import Decision, Plan
+from collmm.plan import Decision, Plan, better_apart
 from collmm.primitives import (
     GatherUse,
     ScatterTerm,
@@ -262,14 +262,8 @@ class _Rewriter:
 
 
 def _better_apart(decision: Decision, plan: Plan) -> bool:
-    """Whether a scatter ring stays one of its own even where it could be chained.
-
-    libtpu hides less of the transfers of a chain than of its two rings where they take longer than
-    the einsums (on v5e an MLP of 8192 x 4096 x 16384 over 8 devices 8.0 ms, as two rings 7.5).
-    """
     tpu = plan.row is not None and plan.row.kind == "tpu"
-    e = decision.estimate
-    return plan.policy == "auto" and tpu and e is not None and e.bound_by_links
+    return better_apart(decision.estimate, plan.policy, tpu)
 
 
 def _typed_reshards(jaxpr: Any) -> dict[Any, Any]:

@@ -70,7 +70,7 @@ def with_gradients(fn):
 def test_values_and_gradients(n, case, form):
     fn, args = program(mesh_of((n,), ("m",)), case)
     o = chunked(jax.jit(with_gradients(fn)), form)
-    assert set(gathers(o, *args)) == {2}
+    assert all(pieces > 1 for pieces in gathers(o, *args))
     assert_equal_trees(o(*args), with_gradients(fn)(*args))
 
 
@@ -79,7 +79,7 @@ def test_values_and_gradients(n, case, form):
 def test_other_places_of_the_gathered_dimension(n, case):
     fn, args = program(mesh_of((n,), ("m",)), case)
     o = chunked(jax.jit(fn))
-    assert set(gathers(o, *args)) == {2}
+    assert all(pieces > 1 for pieces in gathers(o, *args))
     assert_equal_trees(o(*args), fn(*args))
 
 

@@ -174,8 +174,8 @@ def test_a_collective_that_is_too_small_to_matter():
 def test_a_decode_gemm_has_nothing_to_hide_behind():
     text = words(matmul(ALL_GATHER, 8, 1024, 1024))
     assert re.match(
-        r"declined: starting 8 steps takes [\d.]+ us, and there is [\d.]+ us of all-gather to "
-        r"hide; a loop costs",
+        r"declined: (starting 8 steps takes [\d.]+ us|8 smaller einsums take [\d.]+ us longer than "
+        r"the whole one), and there is [\d.]+ us of all-gather to hide; a loop costs",
         text,
     )
 

@@ -124,16 +124,19 @@ def test_a_value_that_two_einsums_gather_is_gathered_once():
     assert not any(inner_axes(d.schedule) == ("data",) for d in planned(first, second))
 
 
-def test_a_chain_goes_before_nested_rings():
+def test_a_chain_goes_before_nested_rings_and_chunks():
     def closing(site, axes):
         return RingPlace(torus_ring(V5E, (4,), wraps=(axes == ("model",),)))
 
-    sites = up(65536, 4096, 8192), down(65536, 4096, 8192, follows=0)
-    apart = planned(*sites, chains=False, places=closing)
-    assert all(d.schedule.nested for d in apart)
-    chained = planned(*sites, places=closing)
-    assert not any(d.schedule.nested for d in chained)
-    assert [d.collective.kind for d in chained] == [ALL_GATHER, REDUCE_SCATTER]
+    for hidden in (16384, 8192):
+        sites = up(65536, 4096, hidden), down(65536, 4096, hidden, follows=0)
+        gather, scatter = planned(*sites, chains=False, places=closing)
+        assert scatter.schedule.nested
+        assert gather.schedule.nested if hidden == 16384 else gather.schedule.chunked
+        chained = planned(*sites, places=closing)
+        assert not any(d.schedule.nested for d in chained)
+        assert not chained[0].schedule.chunked
+        assert [d.collective.kind for d in chained] == [ALL_GATHER, REDUCE_SCATTER]
 
 
 def test_break_evens_of_nested_rings_are_where_the_model_turns():

@@ -67,9 +67,9 @@ def test_what_the_clock_finds_fastest_is_planned(path, favourite, tmp_path):
     program = open_runnable(path, "cpu:4")
     measure, groups = clock(lambda count: favourite if count > 2 else 0)
     tuned = tune(program, measure=measure)
-    # Left alone, two ways and one for the gather; for the scattered sum two ways in four parts and
-    # in two, and one; then both programs.
-    assert groups == [3, 4, 2]
+    # Left alone, two ways with chunks and without and one for the gather; for the scattered sum two
+    # ways in four parts and in two, and one; then both programs.
+    assert groups == [4, 4, 2]
     assert [sites for sites, _ in tuned.trials] == [(0,), (1,)]
     for _, trials in tuned.trials:
         assert [t.chosen for t in trials] == [i == favourite for i in range(len(trials))]

@@ -14,6 +14,7 @@ from collmm.cost.collectives import Ring
 from collmm.cost.estimate import Estimate, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import ALONE, Behind, Hidden
+from collmm.cost.kernels import late
 from collmm.cost.nested import NOWHERE, Inside
 from collmm.cost.steps import Shared
 from collmm.nesting import inner_collective, inner_collectives
@@ -131,16 +132,18 @@ def _with_inner(
     others = [(m.site.index, c) for m in members for c in m.site.loopable if c != m.collective]
     hidden_s = sum(hidden.get(key, ALONE).hidden_s for key in others)
     size = site.ring_size(collective)
-    for schedule in schedules(collective, size, chip):
+    summed = any(m.accumulates for m in members)
+    for schedule in schedules(collective, size, chip, summed=summed):
         if schedule.grouped and schedule.shards_per_step not in group_sizes(size, order):
             continue
         schedule = dataclasses.replace(schedule, order=order)
         yield schedule, Inside(rings, hidden_s=hidden_s)
-        for axes in () if schedule.grouped else inner_axes:
+        cut = schedule.grouped or (schedule.chunked and collective.kind == ALL_GATHER)
+        for axes in () if cut else inner_axes:
             members_in = math.prod(dict(site.axis_sizes)[a] for a in axes)
             place = places(site, axes)
             for inner in schedules(Collective(ALL_GATHER, 0, 0, axes, 0), members_in, chip):
-                if inner.grouped:
+                if inner.grouped or inner.chunked:
                     continue
                 inner = dataclasses.replace(inner, order=place.order)
                 nested = dataclasses.replace(schedule, inner=inner)
@@ -152,8 +155,13 @@ def _with_inner(
                 yield nested, Inside(rings, behind, hidden_s)
 
 
-def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Schedule]:
-    """The schedules under which a ring of ``ring_size`` can be run on ``chip``."""
+def schedules(
+    collective: Collective, ring_size: int, chip: Chip, *, summed: bool = False
+) -> Iterator[Schedule]:
+    """The schedules under which a ring of ``ring_size`` can be run on ``chip``.
+
+    ``summed``: whether an einsum on it sums over the gathered dimension.
+    """
     axes = collective.axes
     if collective.kind == ALL_TO_ALL:
         yield Schedule(axes, ring_size, two_way=False, unroll=True)
@@ -169,7 +177,13 @@ def schedules(collective: Collective, ring_size: int, chip: Chip) -> Iterator[Sc
         for two_way in (True, False):
             if two_way and ring_size <= 2:  # both ways are the same pair of links
                 continue
-            for chains in _chains(collective, two_way, unroll):
+            if collective.kind == ALL_GATHER:
+                chunks = _chunks(ring_size, two_way, chip, summed) if unroll else ()
+                yield from (
+                    Schedule(axes, ring_size, two_way, unroll, chains=c) for c in (None, *chunks)
+                )
+                continue
+            for chains in _accumulators(two_way, unroll):
                 yield Schedule(axes, ring_size, two_way, unroll, chains=chains)
 
 
@@ -186,9 +200,22 @@ def _on_gpu(collective: Collective, ring_size: int) -> Iterator[Schedule]:
             yield Schedule(collective.axes, ring_size, False, unroll, shards_per_step=g)
 
 
-def _chains(collective: Collective, two_way: bool, unroll: bool) -> tuple[int | None, ...]:
-    if collective.kind == ALL_GATHER:
-        return (None,)
+def _chunks(ring_size: int, two_way: bool, chip: Chip, summed: bool) -> tuple[int, ...]:
+    """Pieces of shards, where schedules of libtpu show that they can pay.
+
+    On a short even ring, where whole shards need one send more one way than the other; longer ones
+    start too many permutes. On a ring of two, to end with a piece's einsum; where permutes are late
+    that gained nothing, and of two pieces libtpu waits for the second first. Every piece is a pass
+    over a sum: up to twice the time where permutes are late, and more on a ring of two.
+    """
+    if chip.shape is None or (summed and (late(chip) or ring_size == 2)):
+        return ()
+    if two_way:
+        return (2,) if ring_size % 2 == 0 and ring_size <= MAX_UNROLLED_RING else ()
+    return (4,) if ring_size == 2 and not late(chip) else ()
+
+
+def _accumulators(two_way: bool, unroll: bool) -> tuple[int, ...]:
     if not two_way:
         return (1,)
     return (4, 2) if unroll else (2,)

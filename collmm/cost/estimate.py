@@ -197,7 +197,7 @@ def estimate(
         exposed_s=sum(p.count * p.exposed for p in loop.phases),
         rest_s=plain_s(rest, ring) if collective.kind == ALL_REDUCE else 0.0,
         displaced_s=displaced,
-        doubt_s=_doubt(chip) * sum(p.count * p.compute for p in loop.phases),
+        doubt_s=loop.doubt_s + _doubt(chip) * sum(p.count * p.compute for p in loop.phases),
         inner_s=inner_s,
         memory_bytes=loop.memory_bytes,
         link_bytes=loop.link_bytes,

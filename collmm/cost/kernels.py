@@ -111,10 +111,10 @@ def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, sha
 
     On a GPU also the updates of the result, which a TPU's compiler fuses into the einsum.
     """
-    n, g = schedule.groups, schedule.shards_per_step
-    chains = 2 if schedule.two_way and n > 2 else 1
+    n, g, chunks = schedule.groups, schedule.shards_per_step, schedule.chunks
+    chains = 2 if schedule.two_way and n > 2 and not schedule.chunked else 1
     turns = 0 if schedule.unroll else (n - 1) // chains - 1
-    passes_s = turns * (chains * pass_s(2 * shard, chip) + _turn_s(chip))
+    passes_s = turns * (chains * chunks * pass_s(2 * shard / chunks, chip) + _turn_s(chip))
     if g > 1:  # a group's shards are put together
         passes_s += g * pass_s(2 * shard / g, chip)
     tile = chip.matrix_tile or 1

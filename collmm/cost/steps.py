@@ -32,6 +32,11 @@ from collmm.cost.kernels import (
 from collmm.schedule import Schedule
 from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
+# Shards whose pieces go on at once although the chip's permutes are late, and how short their
+# einsums are to the permutes; as seen.
+_SMALL_SHARD = 12 * 2**20
+_SHORT = 0.3
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -69,6 +74,7 @@ class Loop:
         no more than the model says.
       prologue_s, epilogue_s: of the phases' exposed seconds, those before the first and after the
         last einsum.
+      doubt_s: what a compiler that orders the steps otherwise may add.
       memory_bytes, link_bytes, permutes: as ``Estimate`` has them.
     """
 
@@ -79,6 +85,7 @@ class Loop:
     passes_s: float = 0.0
     prologue_s: float = 0.0
     epilogue_s: float = 0.0
+    doubt_s: float = 0.0
     memory_bytes: int = 0
     link_bytes: int = 0
     permutes: int = 0
@@ -95,6 +102,8 @@ def loop_of(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
 
 def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> Loop:
     """Shards travel; each is multiplied while the next is on its way."""
+    if schedule.chunked and not schedule.grouped:
+        return _chunks(members, schedule, chip, ring)
     n, unroll = schedule.groups, schedule.unroll
     shard = members[0].collective.ring_bytes / n
     meanwhile = together_s(members, schedule, chip, shard)
@@ -156,6 +165,61 @@ def _within(
     seconds = ring.launch_s + collectives.permute_step_s(inside_group(ring, g), group / g)
     first = max(0.0, seconds - meanwhile)
     return Phase(1, 0.0, first, ring.launch_s), Phase(g - 2, 0.0, seconds, ring.launch_s)
+
+
+def _chunks(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ring) -> Loop:
+    """The pieces of each shard travel by themselves, all n - 1 steps, and are multiplied so."""
+    n, count, unroll = schedule.ring_size, schedule.chunks, schedule.unroll
+    shard = members[0].collective.ring_bytes / n
+    e = sum(gather_einsum(m, n * count, chip, unroll) for m in members)
+    last = sum(gather_einsum(m, n * count, chip, unroll, "last") for m in members)
+    # The own shard is multiplied as a whole.
+    first = sum(gather_einsum(m, n, chip, unroll, "first") for m in members)
+    out_s = 0.0
+    if unroll:
+        first += sum(fetched_s(local_bytes(m, n), chip) for m in members)
+        out_s = sum(leave_s(m, chip) for m in members)
+    one = ring.launch_s + collectives.permute_step_s(ring, shard / count)
+    ways = 2 if schedule.two_way and n > 2 and _apart(ring) else 1
+    queued = -(-count // ways) * one
+    if n > 2:
+        # On v6e pieces of small shards go on at once, where links are slow.
+        at_once = ring.dims == 2 and shard <= _SMALL_SHARD and e < _SHORT * queued
+        lag = late(chip) * e if unroll and not at_once else 0.0
+        end = (count - 1) * e + last
+        phases = [
+            Phase(1, first, queued, ring.launch_s),
+            Phase(n - 2, count * e, queued + lag, ring.launch_s),
+            Phase(1, end, end + out_s),
+        ]
+    else:
+        phases = _queue(first, [e] * (count - 1) + [last], one, out_s, ring.launch_s)
+    return Loop(
+        tuple(phases),
+        steps=1 + (n - 1) * count,
+        doubt_s=late(chip) * e,
+        einsum_s=e,
+        permute_s=queued,
+        # Before the first transfer the shard is cut.
+        passes_s=gather_passes(members, schedule, chip, shard) + pass_s(2 * shard, chip),
+        memory_bytes=int(2 * shard) - members[0].collective.bytes,
+        link_bytes=int((n - 1) * shard),
+        permutes=(n - 1) * count,
+    )
+
+
+def _queue(
+    first: float, einsums: Sequence[float], one: float, out_s: float, launch: float
+) -> list[Phase]:
+    """On a ring of two all pieces are sent at once: each waits for those before it."""
+    phases, done, compute = [], 0.0, first
+    for k, e in enumerate(einsums, 1):
+        left = max(compute, k * one - done)
+        if k == len(einsums):  # the result leaves the chip before the last einsum
+            left = max(left, compute + out_s)
+        phases.append(Phase(1, compute, left, launch))
+        done, compute = done + left, e
+    return [*phases, Phase(1, compute)]
 
 
 def first_step_s(m: Shared, schedule: Schedule, chip: Chip) -> float:
