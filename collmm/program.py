@@ -231,13 +231,13 @@ def find_meshes(captured: Captured, shardings: Sequence[Any], mesh: Any) -> dict
 def hardware(options: Options, meshes: Any) -> tuple[Chip, str]:
     """Return the hardware row to plan for, and a line that says so when it was assumed."""
     table = options.table()
-    if options.chip is not None:
-        return chip(options.chip, table).per_device(), ""
-    name, note = _detected(meshes)
     measured = profile_rows(options.profile) if options.profile is not None else ()
-    if len(measured) == 1 and name not in measured:
+    name, note = (options.chip, "") if options.chip is not None else _detected(meshes)
+    if options.chip is None and len(measured) == 1 and name not in measured:
         name = measured[0]
         note = f"planned for {name}, the one row of {options.profile}"
+    elif name in measured:
+        note = "; ".join(filter(None, (note, f"{name} is that of {options.profile}")))
     return chip(name, table).per_device(), note
 
 

@@ -252,6 +252,7 @@ def test_simulated_devices_are_measured_and_labelled(tmp_path):
         jax.ShapeDtypeStruct((4, 4), jnp.float32)
     )
     assert plan.chip == "cpu"
+    assert plan.note == f"cpu is that of {path}"
 
 
 def test_one_device_has_no_collectives():
