@@ -33,6 +33,7 @@ _BOTH = ("data", "model")
 _SPECS = {
     "gather": (P(_BOTH, None), P(None, "model"), P("data", "model")),
     "weights": (P(_BOTH, None), P("model", None), P(_BOTH, None)),
+    "columns": (P(_BOTH, None), P(None, "model"), P(_BOTH, None)),
     "scatter": (P("data", "model"), P("model", None), P(_BOTH, None)),
 }
 

@@ -37,11 +37,13 @@ def site_of(g: GridSite) -> EinsumSite:
     specs: dict[str, tuple[Spec, Spec, Spec]] = {
         "gather": ((data, ()), ((), _MODEL), (data, _MODEL)),
         "weights": (((*data, *_MODEL), ()), ((), ()), ((*data, *_MODEL), ())),
+        "columns": (((*data, *_MODEL), ()), ((), ()), ((*data, *_MODEL), ())),
         "scatter": ((data, _MODEL), (_MODEL, ()), (data, ())),
     }
     collective = {
         "gather": Collective(ALL_GATHER, 0, 0, _MODEL, 2 * rows * g.depth),
         "weights": Collective(ALL_GATHER, 1, 0, _MODEL, 2 * g.depth * g.columns),
+        "columns": Collective(ALL_GATHER, 1, 1, _MODEL, 2 * g.depth * g.columns),
         "scatter": Collective(REDUCE_SCATTER, None, 0, _MODEL, 2 * rows * g.columns),
     }[g.kind]
     shapes = (g.rows, g.depth), (g.depth, g.columns), (g.rows, g.columns)

@@ -1,10 +1,11 @@
 """The sites of the grid on which the cost model is checked, and how each is compiled.
 
 A site is one bf16 einsum ``[rows, depth] @ [depth, columns]`` with one collective, on a ring over
-the mesh axis ``model``; the sizes are those of the whole arrays. Three kinds::
+the mesh axis ``model``; the sizes are those of the whole arrays. Four kinds::
 
     gather    x["model", None] @ w[None, "model"]   lhs is gathered, its rows are free
     weights   x["model", None] @ w["model", None]   rhs is gathered, its rows are summed over
+    columns   x["model", None] @ w[None, "model"]   rhs is gathered, its columns are free
     scatter   x[None, "model"] @ w["model", None]   the sum is scattered by rows
 
 On a mesh with an axis ``data`` the rows of x and of the result are sharded over that as well. Half
@@ -16,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-KINDS = ("gather", "weights", "scatter")
+KINDS = ("gather", "weights", "columns", "scatter")
 
 # Target: the meshes that give its rings; every other axis is named data.
 MESHES: dict[str, tuple[dict[str, int], ...]] = {
@@ -56,7 +57,8 @@ MESHES: dict[str, tuple[dict[str, int], ...]] = {
 }
 
 # From latency- to compute-bound. Gather and scatter: rows of the whole array, width, and columns or
-# depth that one device has. Weights: rows that one device has, width, columns of the whole array.
+# depth that one device has. Weights and columns: rows that one device has, width, columns of the
+# whole array.
 ACTIVATIONS = (
     (256, 1024, 512),
     (1024, 1024, 2048),
@@ -68,6 +70,7 @@ ACTIVATIONS = (
     (2048, 2048, 8192),
 )
 WEIGHTS = ((256, 1024, 2048), (1024, 2048, 1024), (2048, 1024, 2048), (4096, 1024, 4096))
+COLUMNS = ((512, 1024, 2048), (2048, 1024, 4096), (4096, 2048, 8192), (8192, 4096, 4096))
 # The same with sizes that are no powers of two, a few of them no multiple of a tile either.
 ODD_ACTIVATIONS = (
     (768, 1280, 640),
@@ -82,6 +85,7 @@ ODD_ACTIVATIONS = (
 ODD_WEIGHTS = ((640, 1536, 1280), (1536, 5120, 1792), (3000, 2816, 1000), (6144, 2304, 3072))
 # Reduce-scatters on TPU rings of up to 16 whose einsums take longer than their transfers.
 LARGE_SUMS = ((8192, 8192, 8192), (6144, 5120, 6912), (8192, 4096, 4096), (16384, 8192, 2048))
+ODD_COLUMNS = ((640, 1536, 1280), (1536, 5120, 1792), (3000, 2816, 1000), (6144, 2304, 3072))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +121,7 @@ def sites() -> Iterator[GridSite]:
             yield from _of_mesh(target, mesh, turn, ODD_ACTIVATIONS, ODD_WEIGHTS)
             if target.startswith("tpu") and mesh["model"] <= 16 and len(mesh) == 1:
                 yield from _large_sums(target, mesh, turn)
+            yield from _of_columns(target, mesh, turn)
 
 
 def _of_mesh(
@@ -148,6 +153,17 @@ def _large_sums(target: str, mesh: dict[str, int], turn: int) -> Iterator[GridSi
         if (index + turn) % 2 == 0:
             rows = mesh.get("data", 1) * _multiple(rows, 4 * ring)
             yield GridSite(target, axes, "scatter", rows, own * ring, width)
+
+
+def _of_columns(target: str, mesh: dict[str, int], turn: int) -> Iterator[GridSite]:
+    """Every other size for each mesh, the other half for the next one."""
+    ring, copies = mesh["model"], mesh.get("data", 1)
+    for index, (own, width, columns) in enumerate((*COLUMNS, *ODD_COLUMNS)):
+        if (index + turn) % 2:
+            rows = own * ring * copies
+            yield GridSite(
+                target, tuple(mesh.items()), "columns", rows, width, _multiple(columns, ring)
+            )
 
 
 def _multiple(size: int, of: int) -> int:

@@ -28,7 +28,7 @@ from collmm.invariance import gathered_once
 from collmm.manual import Body, Match
 from collmm.prologue import narrow_share
 from collmm.sites import Location, Spec
-from collmm.sunk import gathers_early
+from collmm.sunk import gathers_early, worked_on
 
 SITE_KEY = "collmm_site"
 OVERLAP_KEY = "collmm_overlap"
@@ -75,6 +75,7 @@ class CapturedDot:
       once: per operand, how it is constrained before the loop that the einsum stands in, or None.
       dependence: which einsums it waits for and which wait for it.
       follows: the einsum whose result an operand is an elementwise function of; -1: none.
+      worked: whether elementwise work reads the result.
     """
 
     index: int
@@ -93,6 +94,7 @@ class CapturedDot:
     once: tuple[Spec | None, Spec | None] = (None, None)
     dependence: Dependence | None = None
     follows: int = -1
+    worked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +178,11 @@ def _number_sources(jaxpr: Any, dots: list[CapturedDot], numbers: Iterator[int])
             left, right = (narrow_share(v, producers) for v in eqn.invars)
             first, second = (gathers_early(v, producers, readers) for v in eqn.invars)
             dots[number] = dataclasses.replace(
-                dots[number], sources=(lhs, rhs), narrow=(left, right), early=(first, second)
+                dots[number],
+                sources=(lhs, rhs),
+                narrow=(left, right),
+                early=(first, second),
+                worked=worked_on(eqn.outvars[0], readers),
             )
             continue
         for v, maker in made:

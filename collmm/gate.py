@@ -91,6 +91,7 @@ def _bare_site(dot: CapturedDot) -> EinsumSite:
         typed=dot.typed,
         sources=dot.sources,
         follows=dot.follows,
+        worked=dot.worked,
         together=dot.together,
         one_ring=dot.one_ring,
         precision=_precision(dot.eqn.params["precision"]),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from collmm import plan_file, report
 from collmm.constraints import Form, Overrides, form_for, read_overrides
 from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
+from collmm.cost.compiled import plain_s
 from collmm.cost.einsum import product_of, time_of
-from collmm.cost.estimate import Estimate, assumed_ring, estimate, plain_s
+from collmm.cost.estimate import Estimate, assumed_ring, estimate
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Hidden, hidden_seconds
 from collmm.cost.kernels import pass_s
@@ -25,7 +26,14 @@ from collmm.explanation import Explanation, explain
 from collmm.nesting import inner_collective
 from collmm.options import Options
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
+from collmm.sites import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Collective,
+    EinsumSite,
+    worked_after,
+)
 
 if TYPE_CHECKING:
     from collmm.memory import Memory
@@ -154,7 +162,7 @@ def make_plan(
       places: where the ring over some axes of a site's mesh lies.
     """
     overrides = read_overrides(options.overrides)
-    sites = [_forbidden(site, overrides) for site in sites]
+    sites = worked_after([_forbidden(site, overrides) for site in sites])
     hidden = _hidden(sites, chip, places)
     able = {site.index: site for site in sites if site.refusal is None}
     choices = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from collmm.einsum import Einsum
 from collmm.errors import Reason
@@ -96,6 +97,7 @@ class EinsumSite:
       manual: it stands inside a user's ``shard_map``: shapes are one device's, specs are empty.
       typed: the result's sharding is part of its type (explicit mesh axes).
       follows: number of the einsum whose result an operand is an elementwise function of; -1: none.
+      worked: whether elementwise work reads the result, which a TPU's compiler does in the einsum.
       sources: which value lhs and rhs are, before any resharding: einsums with the same number
         read the same value.
       together: the numbers of the einsums whose results are added before the one collective on
@@ -129,6 +131,7 @@ class EinsumSite:
     typed: bool = False
     sources: tuple[int, int] = (-1, -1)
     follows: int = -1
+    worked: bool = False
     together: tuple[int, ...] = ()
     one_ring: bool = False
     once: tuple[bool, bool] = (False, False)
@@ -166,6 +169,16 @@ class EinsumSite:
         # Multiplying a complex number costs four real multiply-adds.
         complex_factor = 4 if self.dtypes[2].startswith("complex") else 1
         return complex_factor * self.einsum.flops(lhs, rhs)
+
+
+def worked_after(sites: Sequence[EinsumSite]) -> list[EinsumSite]:
+    """Return ``sites`` without the work on a result that the next einsum's loop does in its steps.
+
+    A reduce-scatter's reads its operand block by block, each once.
+    """
+    sums = {ALL_REDUCE, REDUCE_SCATTER}
+    inside = {site.follows for site in sites if any(c.kind in sums for c in site.loopable)}
+    return [dataclasses.replace(s, worked=s.worked and s.index not in inside) for s in sites]
 
 
 def trimmed(spec: Spec) -> Spec:

@@ -87,6 +87,16 @@ def only_for_einsums(var: Any, readers: Readers, but: Any = None) -> bool:
     return True
 
 
+def worked_on(var: Any, readers: Readers) -> bool:
+    """Whether elementwise work reads a value, as it is or resharded."""
+    for reader in readers.get(var, ()):
+        if reader is None or reader.primitive.name not in _READERS:
+            continue
+        if not _jax.is_resharding(reader) or worked_on(reader.outvars[0], readers):
+            return True
+    return False
+
+
 def sink(
     var: Any, producers: Mapping[Any, Any], before: Callable[[Any], Any]
 ) -> tuple[list[Any], Any]:

@@ -36,7 +36,7 @@ def test_the_sample_is_of_every_chip_kind_and_ring(found, held_out):
     for rows in (found, held_out):
         chips = {row.site.target.split(":")[1] for row in rows}
         assert chips == {"v4", "v5e", "v5p", "v6e", "h100"}
-        assert {row.site.kind for row in rows} == {"gather", "weights", "scatter"}
+        assert {row.site.kind for row in rows} == {"gather", "weights", "columns", "scatter"}
         assert {row.site.ring for row in rows} >= {4, 6, 8, 12, 16, 24, 32, 64}
     sizes = {size for row in found for size in (row.site.rows, row.site.depth, row.site.columns)}
     assert any(size & (size - 1) for size in sizes)

@@ -24,14 +24,15 @@ of a sum there; microseconds to start, and where a sum has
 arrived; share of the memory bandwidth; TB/s on the chip; and of an
 elementwise kernel microseconds to start and share of the bandwidth."""
 
-# MiB of a result that stays on the chip; whether permutes are started late.
-_SEEN = {"v4": (64, 1), "v5e": (64, 0), "v5p": (8, 1), "v6e": (64, 1)}
+# MiB of a result that stays on the chip; whether permutes are started late; MiB of float32 that a
+# reduce-scatter sums at a time.
+_SEEN = {"v4": (64, 1, 12.4), "v5e": (64, 0, 12.4), "v5p": (8, 1, 12.4), "v6e": (48, 1, 24.8)}
 
 
 def _shape(name: str) -> EinsumShape:
     share, result_ps, kept_ps, summed_ps, start_us, arrived_us, *rates = _FITTED[name]
     memory, onchip_tb, pass_us, passes = rates
-    results_mib, late = _SEEN[name]
+    results_mib, late, span_mib = _SEEN[name]
     source = f"fitted: timelines of libtpu 0.0.50 for {name} (benchmarks/cost_grid.py fit)"
     seen = f"seen: schedules of libtpu 0.0.50 for {name}"
     return EinsumShape(
@@ -48,6 +49,7 @@ def _shape(name: str) -> EinsumShape:
         pass_start=Figure(pass_us * 1e-6, "s", source),
         pass_share=Figure(passes, "1", source),
         late=Figure(late, "1", seen),
+        span_fits=Figure(span_mib * _MIB, "bytes", seen),
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from collmm.cost import collectives
 from collmm.cost.collectives import Ring
+from collmm.cost.compiled import beside_s, plain_s
 from collmm.cost.einsum import product_of, time_of
 from collmm.cost.figures import Chip
 from collmm.cost.hiding import Behind
@@ -32,10 +33,9 @@ from collmm.cost.nested import NOWHERE, Inside, with_inner
 from collmm.cost.steps import Shared, loop_of
 from collmm.nesting import inner_collective
 from collmm.schedule import Schedule
-from collmm.sites import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective, EinsumSite
+from collmm.sites import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, EinsumSite
 
 _MUCH_EXPOSED = 0.2
-_GRID_SHARD = 5 * 2**16
 # What estimates of a loop on a TPU are uncertain by, of its einsums: the median error held out.
 _DOUBT = 0.03
 
@@ -162,7 +162,7 @@ def estimate(
     einsum_s = sum(t.seconds for t in whole)
     if collective.kind in (REDUCE_SCATTER, ALL_REDUCE):
         einsum_s += sum(fetch_s(m.site, chip) for m in members)
-    collective_s = plain_s(collective, ring)
+    collective_s = plain_s(collective, ring) + beside_s(site, collective, chip, ring)
     others = [c for m in members for c in m.site.loopable if c is not m.collective]
     notes = dict.fromkeys(filter(None, (ring.note, *(t.note for t in whole))))
     loop = loop_of(members, schedule, chip, ring)
@@ -226,49 +226,6 @@ def _pushed_s(seconds: float, einsum_s: float, behind: Behind) -> float:
     """
     late = seconds + behind.displaced_s - einsum_s
     return min(behind.displaced_s, max(0.0, late))
-
-
-def plain_s(collective: Collective, ring: Ring) -> float:
-    """Seconds of a collective as the compiler runs it, its launch included."""
-    if ring.size == 1:
-        return 0.0
-    size = collective.bytes
-    seconds = {
-        ALL_GATHER: compiled_all_gather_s,
-        REDUCE_SCATTER: compiled_reduce_scatter_s,
-        ALL_REDUCE: collectives.all_reduce_s,
-        ALL_TO_ALL: lambda ring, size: collectives.all_to_all_s(ring, size * ring.size),
-    }[collective.kind](ring, size)
-    return seconds + ring.launch_s
-
-
-def compiled_all_gather_s(ring: Ring, full_bytes: float) -> float:
-    """Seconds of an all-gather as libtpu makes it: small ones over a large grid as an all-reduce.
-
-    On 8x8 chips without wraparound; up to 256 KiB a shard seen for v5e and v6e, 364 KiB not.
-    """
-    grid = ring.kind == "torus" and len(ring.axes) == 2 and min(ring.axes) >= 8
-    if grid and not any(ring.wraps) and full_bytes / ring.size < _GRID_SHARD:
-        return collectives.all_reduce_s(ring, full_bytes)
-    return collectives.all_gather_s(ring, full_bytes)
-
-
-def compiled_reduce_scatter_s(ring: Ring, full_bytes: float) -> float:
-    """Seconds of a reduce-scatter as libtpu makes it, which is not always the fastest.
-
-    Over three torus axes, or a square of a 2D pod, it makes an all-reduce and keeps a slice; over
-    two equal axes of a 3D pod a reduce-scatter; else one ring through all members, which uses one
-    direction of its links (seen for v4, v5e, v5p and v6e).
-    """
-    if ring.kind != "torus" or ring.size <= 2:
-        return collectives.reduce_scatter_s(ring, full_bytes)
-    square = len(ring.axes) == 2 and ring.axes[0] == ring.axes[1] > 2
-    if len(ring.axes) > 2 or (ring.dims == 2 and square):
-        return collectives.all_reduce_s(ring, full_bytes)
-    if len(ring.axes) == 2 and ring.axes[0] == ring.axes[1] and ring.dims > 2:
-        return collectives.reduce_scatter_s(ring, full_bytes)
-    one_ring = full_bytes / ring.scatter_share * (ring.size - 1) / ring.size / ring.link
-    return max(one_ring, (ring.size - 1) * ring.hop_s)
 
 
 def assumed_ring(chip: Chip, size: int) -> Ring:

@@ -101,7 +101,8 @@ class EinsumShape:
     to the next, results of up to ``result_fits``. An elementwise kernel takes ``pass_start`` and
     its traffic at ``pass_share`` of the bandwidth. ``late`` is 1 where the compiler starts a
     permute only after the einsum of the shard it sends, and lets one chain of a reduce-scatter run
-    ahead; else 0.
+    ahead; else 0. A reduce-scatter sums ``span_fits`` bytes of float32 at a time, in all members
+    and the transfers between them.
     """
 
     matrix_share: Figure
@@ -117,6 +118,7 @@ class EinsumShape:
     pass_start: Figure
     pass_share: Figure
     late: Figure
+    span_fits: Figure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,12 @@ _NONE: Mapping[int, int] = {}
 _CARRIED = 14 * 2**20
 # How much more room than other results a sum takes on the chip; as seen.
 _SUM_ROOM = 1.3
+# What the chip has room for in all: an operand and a result of more are not both kept; as seen.
+_ROOM = 112 * 2**20
+# Of an operand whose rows stream by, what the matrix unit waits for; as seen.
+_WINDOW = 8 * 2**20
+# How much longer a pass of real elementwise work takes than a copy; as seen of gelu and relu.
+_WORK = 1.75
 _SUMMED_WIDE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -90,20 +96,40 @@ def gather_einsum(
         moved = gathered + local - onchip + sums
         return time_of(part, chip, moved=moved, onchip=onchip, result="sum").seconds
     whole_out = part.out_bytes * n
-    kept = unroll and step != "last" and _result_stays(whole_out, chip)
+    kept = unroll and step != "last" and _made_on_chip(m, chip)
     pushed_out = not unroll and whole_out > max(_CARRIED, local)
     onchip = local if step != "first" and _stays(local, chip) and not pushed_out else 0
     moved = gathered + local - onchip + (0 if kept else part.out_bytes)
     place: Place = "chip" if kept else "memory"
+    if m.collective.operand == 1:
+        onchip = min(onchip, _WINDOW)
     return time_of(part, chip, moved=moved, onchip=onchip, result=place).seconds
+
+
+def _made_on_chip(m: Shared, chip: Chip) -> bool:
+    """Whether the result of a gather's unrolled loop is made on the chip, beside the operand."""
+    whole = m.partial(1)
+    local = whole.lhs_bytes if m.collective.operand == 1 else whole.rhs_bytes
+    beside = local if _stays(local, chip) else 0
+    return _result_stays(whole.out_bytes, chip) and beside + whole.out_bytes <= _ROOM
 
 
 def leave_s(m: Shared, chip: Chip) -> float:
     """Seconds in which the result of a gather's loop is copied from the chip to the memory."""
     out = m.partial(1).out_bytes
-    if m.accumulates or not _result_stays(out, chip):
+    if m.accumulates or not _made_on_chip(m, chip):
         return 0.0
     return out / chip.hbm_bytes_per_s()
+
+
+def work_s(m: Shared, chip: Chip) -> float:
+    """Seconds of elementwise work on a result that a gather's loop has put together.
+
+    The whole einsum does it on the way out; after the loop it is a pass over the result.
+    """
+    if chip.shape is None or not m.site.worked or m.accumulates:
+        return 0.0
+    return _WORK * pass_s(2 * m.partial(1).out_bytes, chip)
 
 
 def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, shard: float) -> float:
@@ -123,6 +149,7 @@ def gather_passes(members: Sequence[Shared], schedule: Schedule, chip: Chip, sha
     elif chip.shape is not None:
         for m in members:
             out = m.partial(1)
+            passes_s += work_s(m, chip)
             if m.accumulates:  # the sums are rounded and leave the chip
                 passes_s += pass_s(out.out_bytes, chip)
             elif out.columns % tile:  # no einsum writes to a part of a tile

@@ -32,6 +32,7 @@ UNITS: Mapping[str, str] = {
     "pass_start": "s",
     "pass_share": "1",
     "late": "1",
+    "span_fits": "bytes",
 }
 """The figures of a shape, in the order of ``EinsumShape``, and their units."""
 _AXES = ("short", "depth", "long")

@@ -117,20 +117,23 @@ def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
     # Before the last step an unrolled loop's result leaves the chip, on which it was made.
     out_s = sum(leave_s(m, chip) for m in members) if schedule.unroll else 0.0
     one = ring.launch_s + collectives.permute_step_s(ring, shard)
-    permute_s = one
-    if schedule.two_way and n > 2:
-        permute_s = one if _apart(ring) else 2 * one
+    doubt_s = 0.0
+    if schedule.two_way and n > 2 and _apart(ring):
         common = (n - 1) // 2
         lag = late(chip) * e if schedule.unroll else 0.0
         phases = [
-            Phase(1, first, permute_s, ring.launch_s),
-            Phase(common - 1, 2 * e, permute_s + lag, ring.launch_s),
+            Phase(1, first, one, ring.launch_s),
+            Phase(common - 1, 2 * e, one + lag, ring.launch_s),
         ]
         if n % 2:
             phases.append(Phase(1, e + last, e + last + out_s))
         else:  # the farthest shard comes one way only
+            farthest = max(one + lag, 2 * e + out_s)
+            if n == 4:  # whether that permute waits for an einsum too is not known
+                farthest, late_s = max(one, 2 * e + out_s), farthest
+                doubt_s = late_s - farthest
             phases += [
-                Phase(1, 2 * e, max(one + lag, 2 * e + out_s), ring.launch_s),
+                Phase(1, 2 * e, farthest, ring.launch_s),
                 Phase(1, last),
             ]
     elif n > 2:
@@ -143,7 +146,8 @@ def _gather(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Rin
         (*within, *phases),
         steps=n,
         einsum_s=e,
-        permute_s=permute_s,
+        permute_s=one,
+        doubt_s=doubt_s,
         passes_s=gather_passes(members, schedule, chip, shard),
         prologue_s=sum(p.count * p.exposed for p in within),
         memory_bytes=int(2 * chains * shard) - members[0].collective.bytes,

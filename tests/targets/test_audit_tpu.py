@@ -161,14 +161,17 @@ def build(mesh):
     @overlap_collectives(options=Options(keep_whole=KEEP_WHOLE))
     @jax.jit
     def step(x, w):
-        return jax.lax.with_sharding_constraint(x @ w, on("m", None))
+        return jax.lax.with_sharding_constraint(jax.nn.gelu(x @ w), on("m", None))
     return step, (array((65536, 4096), "m", None), array((4096, 4096), None, "m"))
 """
 
 
 @pytest.mark.parametrize("keep_whole", [True, False])
 def test_what_the_model_declines_is_left_whole_by_the_compiler_too(tmp_path, keep_whole):
-    """libtpu would decompose this einsum; with ``keep_whole`` it is told not to."""
+    """libtpu would decompose this einsum; with ``keep_whole`` it is told not to.
+
+    The einsum alone is looped: its gelu, on the way out of the whole one, is a pass after a loop.
+    """
     path = tmp_path / "declined.py"
     path.write_text(DECLINED.replace("KEEP_WHOLE", str(keep_whole)))
     program = open_program(path, "tpu:v6e:2x4")
