@@ -21,6 +21,8 @@ from collmm.schedule import Schedule
 from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
 
 _NONE: Mapping[int, int] = {}
+# Where results of this size stay on the chip, there is room to read operands ahead; as seen.
+_READ_AHEAD = 16 * 2**20
 # A larger result of a rolled loop leaves no room on the chip for a smaller operand; as seen.
 _CARRIED = 14 * 2**20
 # How much more room than other results a sum takes on the chip; as seen.
@@ -219,17 +221,28 @@ def scatter_einsum(
     ``cut_along``: the dimension of the result in which the accumulators share out a block.
     """
     if cut_along == m.collective.dim:
-        part = m.partial(n * count)
+        part, pieces = m.partial(n * count), 1
     else:
-        part = m.partial(n, {m.site.einsum.out[cut_along]: count})
+        part, pieces = m.partial(n, {m.site.einsum.out[cut_along]: count}), count
     part = dataclasses.replace(part, itemsizes=(*part.itemsizes[:2], m.wide))
     cut, whole = _cut_and_whole(m, part)
     sums = 2 if count > 1 else 1  # the arrived sum is read by the kernel that adds to it
     kept = _result_stays(part.out_bytes, chip)
-    onchip = whole if not first and _stays(whole, chip) else 0
+    onchip = whole if not first and _stays(whole * pieces, chip) else 0
     moved = cut + whole - onchip + (0 if kept else sums * part.out_bytes)
     place: Place = "memory" if not kept else "chip" if first or count == 1 else "arrived"
-    return time_of(part, chip, moved=moved, onchip=onchip, result=place).seconds
+    seconds = time_of(part, chip, moved=moved, onchip=onchip, result=place).seconds
+    if count > 1 and not onchip and _little_room(whole, chip):
+        seconds += (cut + whole) / chip.hbm_bytes_per_s()
+    return seconds
+
+
+def _little_room(size: float, chip: Chip) -> bool:
+    """Whether an operand of ``size`` is read in pieces that the einsum waits for; as seen on v5p.
+
+    There no larger results are kept on the chip either.
+    """
+    return chip.shape is not None and chip.shape.result_fits.value < min(size, _READ_AHEAD)
 
 
 def _cut_and_whole(m: Shared, part: Product) -> tuple[int, int]:

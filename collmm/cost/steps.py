@@ -38,6 +38,10 @@ _SMALL_SHARD = 12 * 2**20
 _SHORT = 0.3
 
 
+# The part of a permute up to which an einsum does not delay the next one's permute; as seen.
+_SMALL = 0.25
+
+
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """``count`` equal steps: ``compute`` seconds while ``transfer`` seconds are on their way.
@@ -256,9 +260,8 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
         first += sum(fetch_s(m.site, chip) for m in members)
     passes_s = 0.0
     permute_s = ring.launch_s + collectives.permute_step_s(ring, block / count)
-    launches = ring.launch_s
     if count == 1:
-        phases = [Phase(1, first), Phase(n - 1, e, permute_s, launches)]
+        phases = [Phase(1, first), Phase(n - 1, e, permute_s, ring.launch_s)]
         passes_s = (n - 1) * pass_s(3 * block, chip)
         if chip.kind == "gpu":
             passes_s += sum(gpu_slices_s(m, n, chip) for m in members)
@@ -267,15 +270,9 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
                     block / g + block / g / wide * members[0].site.itemsizes[2], chip
                 )
     else:
-        # Transfers that queue for one link, in a turn and in one of its two groups.
         ways = 2 if schedule.two_way and _apart(ring) else 1
-        queued, half = -(-count // ways), (count + 1) // 2
-        per_way = -(-half // ways)
-        turn = max(per_way * permute_s + e * half, queued * permute_s, e * count)
-        launches = queued * launches
-        # The first step of every chain is outside of the turns.
-        phases = [Phase(1, first)]
-        phases.append(Phase(n - 1, e * count, turn, launches))
+        delayed = bool(schedule.unroll and late(chip))
+        phases = _out_of_phase(n, count, ways, delayed, first, e, permute_s, ring.launch_s)
     passes_s += (g - 1) * pass_s(3 * block / g, chip)
     return Loop(
         (*phases, *within),
@@ -288,6 +285,34 @@ def _scatter(members: Sequence[Shared], schedule: Schedule, chip: Chip, ring: Ri
         link_bytes=int((n - 1 / g) * block),
         permutes=(n - 1) * count + g - 1,
     )
+
+
+def _out_of_phase(
+    n: int,
+    count: int,
+    ways: int,
+    delayed: bool,
+    first: float,
+    e: float,
+    permute_s: float,
+    launch_s: float,
+) -> list[Phase]:
+    """The steps of ``count`` chains in two groups, over links that go ``ways`` ways.
+
+    The first step of every chain, which takes ``first`` seconds in all, comes before the turns.
+    ``delayed``: the compiler starts a chain's permute only once that of the one before is there;
+    of more than two, where the einsums are no small part of the permutes, all but one together.
+    """
+    # Transfers that queue for one link, in a turn and in one of its two groups.
+    queued, half = -(-count // ways), (count + 1) // 2
+    per_way = -(-half // ways)
+    turn = max(per_way * permute_s + e * half, queued * permute_s, e * count)
+    if delayed and count > 2 and e > _SMALL * permute_s:
+        turn = max(turn, queued * permute_s + e * (count - 1))
+    turns = Phase(n - 1, e * count, turn, queued * launch_s)
+    if not delayed:
+        return [Phase(1, first), turns]
+    return [Phase(1, first - e), Phase(1, e, permute_s, launch_s), turns]
 
 
 # --- all-to-all ---
