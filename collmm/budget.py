@@ -74,9 +74,9 @@ def within_permutes(plan: Plan, options: Options, done: Collection[int] = ()) ->
     changed: dict[int, Decision] = {}
     for ring in sorted(free, key=_saving, reverse=True):
         fitting = _fitting(ring, left, options)
+        changed.update((d.site.index, _decided(d, ring, fitting, left, options)) for d in ring)
         if fitting is not None:
             left -= _written(ring, fitting)
-        changed.update((d.site.index, _decided(d, ring, fitting, options)) for d in ring)
     decisions = tuple(changed.get(d.site.index, d) for d in plan.decisions)
     return dataclasses.replace(plan, decisions=decisions)
 
@@ -130,10 +130,18 @@ def _fitting(ring: _Ring, left: int, options: Options) -> Candidate | None:
     return None
 
 
-def _decided(d: Decision, ring: _Ring, chosen: Candidate | None, options: Options) -> Decision:
-    """Return ``d`` as the choice for its ring has it; each site of a ring has it in its own way."""
+def _decided(
+    d: Decision, ring: _Ring, chosen: Candidate | None, left: int, options: Options
+) -> Decision:
+    """Return ``d`` as the choice for its ring has it; each site of a ring has it in its own way.
+
+    ``left`` are the permutes that other loops leave of ``max_permutes``.
+    """
     if chosen is None:
-        detail = f"max_permutes={options.max_permutes}, and this loop has {_cost(ring)}"
+        assert options.max_permutes is not None
+        taken = options.max_permutes - left
+        others = f" with {taken} in other loops" if taken else ""
+        detail = f"max_permutes={options.max_permutes}{others}, and this loop has {_cost(ring)}"
         return dataclasses.replace(d, schedule=None, reason=Reason.PERMUTE_BUDGET, detail=detail)
     choice = _own(d, ring, chosen)
     if choice.schedule == d.schedule and choice.collective == d.collective:

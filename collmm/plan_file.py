@@ -279,7 +279,7 @@ def differences(pinned: PlanFile, plan: Plan) -> tuple[str, ...]:
             site = new[j].site
             lines.append(f"{_name(j, _place(site), identity(site))} is new")
         else:
-            lines += _site_differences(old[i], new[j])
+            lines += _site_differences(old[i], new[j], moved=i != j)
     return tuple(lines)
 
 
@@ -291,14 +291,15 @@ def message(pinned: PlanFile, found: Sequence[str], advice: str) -> str:
     return f"the plan {pinned.path} does not fit: {shown}{rest}; {advice}"
 
 
-def _site_differences(old: Pin, d: Decision) -> list[str]:
+def _site_differences(old: Pin, d: Decision, *, moved: bool) -> list[str]:
+    # Pins are followed by number: one that moved was not, and what stands before it says why.
     here, name = identity(d.site), f"site {d.site.index} ({_place(d.site)})"
     lines = [
         f"{name}: {key} was {_told(key, old.identity[key])}, is {_told(key, here[key])}"
         for key in (*_SAME_SOURCE, *_SAME_SHARDING)
         if old.identity[key] != here[key]
     ]
-    if lines:
+    if lines or moved:
         return lines
     looped = d.collective.describe() if d.rewritten and d.collective else None
     if (old.looped, old.schedule) == (looped, d.schedule):

@@ -283,7 +283,8 @@ def test_the_budget_of_permutes_goes_to_the_loops_that_save_most(mesh):
     assert first.decisions[best].rewritten
     assert not first.decisions[1 - best].rewritten
     left = first.decisions[1 - best]
-    assert left.detail == f"max_permutes={costs[best]}, and this loop has {costs[1 - best]}"
+    told = f"max_permutes={costs[best]} with {costs[best]} in other loops"
+    assert left.detail == f"{told}, and this loop has {costs[1 - best]}"
 
 
 def test_einsums_on_one_ring_are_counted_once_and_decided_together(mesh):

@@ -246,6 +246,17 @@ def test_einsums_that_came_and_went_are_named(mesh, saved):
         assert re.fullmatch(line, e.value.differences[-1])
 
 
+def test_einsums_behind_a_new_one_are_not_told_as_unable_to_follow(mesh, saved):
+    def earlier(x, up, down):
+        return up.T @ up, make_step(mesh)(x, up, down)
+
+    edited(saved, changed_header("program", "earlier"))
+    with pytest.raises(PlanMismatch) as e:
+        pinned(mesh, saved, earlier).plan(*arguments(mesh))
+    [line] = e.value.differences
+    assert re.fullmatch(r"site 0 \(test_plan_file.py:\d+, .*\) is new", line)
+
+
 def test_a_schedule_of_another_ring_does_not_fit(mesh, saved):
     def longer(content):
         content["sites"][0]["schedule"]["ring_size"] = 8
