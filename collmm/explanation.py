@@ -171,7 +171,7 @@ def _words(
         assert d.reason is not None
         first = f"{_left(d)}; {_worth(winner.estimate)}"
     remedy = REMEDIES.get(d.reason) if d.reason is not None else None
-    told = [_turn(t, winner, pays) for t in turns if t.pays_now == pays][:_TURNS_TOLD]
+    told = [f"{_alone(d)}{_turn(t, winner, pays)}" for t in turns if t.pays_now == pays][:_TURNS_TOLD]
     if not pays and not any(t.what == "size" for t in turns) and winner.members:
         told.append("no other size of one dimension alone makes it pay")
     return tuple(filter(None, (first, remedy, *told)))
@@ -185,7 +185,7 @@ def _left(d: Decision) -> str:
 def _made(d: Decision, winner: Candidate) -> str:
     e, kind = winner.estimate, winner.collective.kind
     many = f" for {e.einsums} einsums of one ring" if e.einsums > 1 else ""
-    text = f"rewritten as {winner.schedule.describe()}{many}: {_worth(e)}"
+    text = f"rewritten as {winner.schedule.describe()}{many}: {_alone(d)}{_worth(e)}"
     hidden = e.collective_s - e.hidden_s - e.rest_s - e.exposed_s
     if hidden > 0:
         text += f", {_s(hidden)} of the {_s(e.collective_s)} {kind} run behind the einsum"
@@ -197,6 +197,11 @@ def _made(d: Decision, winner: Candidate) -> str:
         slower -= e.after_s - e.before_s
         text += f"; next best is {_name(rivals[0])}, {_s(slower)} slower"
     return text
+
+
+def _alone(d: Decision) -> str:
+    """Stands before the figures of a scatter that was made for one loop with its gather."""
+    return "by itself " if d.rewritten and d.site.follows is not None and d.detail else ""
 
 
 def _worth(e: Estimate) -> str:

@@ -277,7 +277,10 @@ def test_the_command_writes_a_profile_that_plans_use(tmp_path, capsys, monkeypat
     assert run(["calibrate", "--target=cpu:2", f"--out={path}"]) == 0
     out = capsys.readouterr().out
     assert "note: simulated devices share memory and cores" in out
-    assert f"wrote cpu to {path}" in out
+    assert f'wrote cpu to {path}; plan with it: Options(profile="{path}", chip="cpu")' in out
+    alone = tmp_path / "alone.json"
+    assert run(["calibrate", "--target=cpu:2", f"--out={alone}"]) == 0
+    assert f'plan with it: Options(profile="{alone}")' in capsys.readouterr().out
     assert set(json.loads(path.read_text())) == {"mine", "cpu"}
 
 

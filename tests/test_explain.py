@@ -401,5 +401,10 @@ def test_a_scatter_that_pays_only_in_one_loop_with_the_gather_before_it():
     plan = make_plan([first, following], Options(), row)
     assert [d.rewritten for d in plan.decisions] == [True, True]
     assert "in one loop with the gather of einsum 0" in plan.decisions[1].detail
+    made, *turns = plan.explain().sites[1].words
+    assert ": by itself a loop " in made
+    assert turns
+    assert all(turn.startswith("by itself ") for turn in turns if "dimension" not in turn)
+    assert "by itself" not in str(apart.explain())
     for options in (Options(chains=False), Options(max_permutes=20), Options(policy="never")):
         assert not make_plan([first, following], options, row).decisions[1].rewritten

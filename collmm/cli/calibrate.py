@@ -45,7 +45,10 @@ def main(arguments: Sequence[str], values: flags.FlagValues) -> int:
         return 0
     print(done)
     if values.out is not None:
-        print(f'\nwrote {done.name} to {values.out}; plan with it: Options(profile="{values.out}")')
+        # Of several rows none is planned with unless it is named.
+        named = f', chip="{done.name}"' if len(calibration.profile_at(values.out)) > 1 else ""
+        how = f'Options(profile="{values.out}"{named})'
+        print(f"\nwrote {done.name} to {values.out}; plan with it: {how}")
     return 0
 
 
