@@ -171,7 +171,8 @@ def _words(
         assert d.reason is not None
         first = f"{_left(d)}; {_worth(winner.estimate)}"
     remedy = REMEDIES.get(d.reason) if d.reason is not None else None
-    told = [f"{_alone(d)}{_turn(t, winner, pays)}" for t in turns if t.pays_now == pays][:_TURNS_TOLD]
+    sided = [t for t in turns if t.pays_now == pays][:_TURNS_TOLD]
+    told = [_alone(d) + _turn(t, winner, pays) for t in sided]
     if not pays and not any(t.what == "size" for t in turns) and winner.members:
         told.append("no other size of one dimension alone makes it pay")
     return tuple(filter(None, (first, remedy, *told)))
