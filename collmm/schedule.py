@@ -39,6 +39,8 @@ class Schedule:
     that many times fewer steps, with einsums that many times larger. It divides the ring into two
     groups or more. ``inner``: the schedule of a second ring, on which another operand of the
     einsum is gathered during the first step of this one; ``collmm.nesting`` says which.
+    ``in_step``: of an unrolled reduce-scatter with several accumulators, each einsum waits for the
+    one before it, so that no accumulator runs ahead of the others.
 
     Raises ``OptionError`` for a value that is not allowed.
     """
@@ -51,6 +53,7 @@ class Schedule:
     chains: int | None = None
     order: tuple[int, ...] | None = None
     shards_per_step: int = 1
+    in_step: bool = False
     inner: Schedule | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class Schedule:
             or self.ring_size < 1
         ):
             raise OptionError(f"Schedule ring_size must be an int >= 1, got {self.ring_size!r}")
-        for name in ("two_way", "unroll", "barrier"):
+        for name in ("two_way", "unroll", "barrier", "in_step"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OptionError(f"Schedule {name} must be True or False, got {value!r}")

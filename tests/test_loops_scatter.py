@@ -162,18 +162,27 @@ def test_any_number_of_chains_is_exact(n, two_way, chains, unroll):
     check(mesh_of(x=n), ("x",), ("lhs-free", "batch"), 7, (two_way, unroll), chains=chains)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("chains", [2, 4])
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
-def test_accumulators_that_share_out_another_dimension_are_exact(n, chains, monkeypatch):
+def test_accumulators_that_share_out_another_dimension_are_exact(n, chains, in_step, monkeypatch):
     monkeypatch.setitem(SIZES, "f", 512)
+    how = {"in_step": in_step}
     for cases in (("lhs-free",), ("rhs-free",), ("lhs-free", "batch")):
-        check(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains)
-        run, args = build(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains)
+        check(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains, how=how)
+        run, args = build(mesh_of(x=n), ("x",), cases, 4, (True, True), chains=chains, how=how)
         body = ring_body(run.trace(*args).jaxpr)
         dots = [e for e in body.eqns if e.primitive.name == "dot_general"]
         # Every einsum is of a whole block of 2 x 4 rows, and of a part of the columns.
         assert {e.outvars[0].aval.size for e in dots} == {2 * 4 * 512 // chains}
         assert all(512 // chains in e.outvars[0].aval.shape for e in dots)
+
+
+@pytest.mark.parametrize(("two_way", "chains"), [(False, 2), (True, 2), (True, 4)])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 16])
+def test_accumulators_in_step_are_exact(n, two_way, chains):
+    how = {"in_step": True}
+    check(mesh_of(x=n), ("x",), ("lhs-free", "batch"), 5, (two_way, True), chains=chains, how=how)
 
 
 @pytest.mark.parametrize("cases", [("batch",), ALL])
@@ -304,8 +313,8 @@ def test_a_rolled_program_does_not_grow_with_the_ring(two_way):
     assert program(5) == program(8) == program(16)
 
 
-def dots_and_permutes(form, chains, n=8):
-    run, args = build(mesh_of(x=n), ("x",), ("lhs-free",), 4, form, chains=chains)
+def dots_and_permutes(form, chains, n=8, how=None):
+    run, args = build(mesh_of(x=n), ("x",), ("lhs-free",), 4, form, chains=chains, how=how)
     body = ring_body(run.trace(*args).jaxpr)
     dots = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     permutes = [eqn for eqn in body.eqns if eqn.primitive.name == "ppermute"]
@@ -323,8 +332,20 @@ def test_one_accumulator_is_waited_for_by_no_einsum():
 
 
 @pytest.mark.parametrize(("two_way", "chains"), [(True, 4), (True, 2), (False, 2)])
-def test_out_of_phase_an_einsum_waits_for_the_one_before_and_for_no_later_permute(two_way, chains):
+def test_out_of_phase_an_einsum_waits_for_its_own_accumulator_only(two_way, chains):
     body, dots, permutes = dots_and_permutes((two_way, True), chains)
+    assert (len(dots), len(permutes)) == (8 * chains, 7 * chains)
+    # All but the last step, where every part also waits for the one before.
+    waits = [permutes_behind(body, eqn) for eqn in dots[:-chains]]
+    assert [len(found) for found in waits] == [i for i in range(7) for _ in range(chains)]
+    assert all(len(set(found)) <= 1 for found in waits)
+    ways = {found[0] for found in waits if found}
+    assert len(ways) == 1 + two_way
+
+
+@pytest.mark.parametrize(("two_way", "chains"), [(True, 4), (True, 2), (False, 2)])
+def test_in_step_an_einsum_waits_for_the_one_before_and_for_no_later_permute(two_way, chains):
+    body, dots, permutes = dots_and_permutes((two_way, True), chains, how={"in_step": True})
     assert (len(dots), len(permutes)) == (8 * chains, 7 * chains)
     assert len({str(eqn.params["perm"]) for eqn in permutes}) == 1 + two_way
     for k, dot in enumerate(dots):

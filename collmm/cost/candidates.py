@@ -184,7 +184,9 @@ def schedules(
                 )
                 continue
             for chains in _accumulators(two_way, unroll):
-                yield Schedule(axes, ring_size, two_way, unroll, chains=chains)
+                # Else the compiler of a chip whose permutes start late lets the chains run apart.
+                in_step = unroll and chains > 1 and late(chip) > 0
+                yield Schedule(axes, ring_size, two_way, unroll, chains=chains, in_step=in_step)
 
 
 def _on_gpu(collective: Collective, ring_size: int) -> Iterator[Schedule]:

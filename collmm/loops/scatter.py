@@ -216,11 +216,13 @@ _Arrays = tuple[Array, ...]
 def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any | None) -> Array:
     """Two groups of chains: one is on its way while the other is multiplied, and the reverse.
 
-    Group a is half a step ahead. Written out, each waits for what the other has added before:
-    libtpu lets it run on alone else, and nothing hides its transfers. Peeled off the loop: the
-    first step, before which nothing has arrived, and the last, after which nothing is sent.
+    Group a is half a step ahead. ``in_step``, each waits for what the other has added before: for
+    some chips libtpu lets it run on alone else, and nothing hides its transfers. Peeled off the
+    loop: the first step, before which nothing has arrived, and the last, after which nothing is
+    sent.
     """
     n, half = ring.schedule.groups, (len(parts) + 1) // 2
+    in_step = ring.schedule.in_step and ring.schedule.unroll
     a, b = parts[:half], parts[half:]
 
     def send_all(accs: _Arrays, group: tuple[Part, ...]) -> _Arrays:
@@ -232,7 +234,7 @@ def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any | Non
     def add_all(arrived: _Arrays, group: tuple[Part, ...], i: Any, others: _Arrays) -> _Arrays:
         sums: list[Array] = []
         for acc, part in zip(arrived, group, strict=True):
-            before = (*others, *sums)[-1] if ring.schedule.unroll else None
+            before = (*others, *sums)[-1] if in_step else None
             # What is handed back of the sum before would not be sent until this one has arrived.
             sums.append(ring.add_fused(acc, part, i, before)[0])
         return tuple(sums)
@@ -256,7 +258,7 @@ def _out_of_phase(ring: Scattered, parts: tuple[Part, ...], out_dtype: Any | Non
         arrived_a = send_all(accs_a, a)
         accs_b = add_all(arrived_b, b, n - 2, accs_a)
         arrived_b = send_all(accs_b, b)
-    before = accs_b[-1] if ring.schedule.unroll else None
+    before = accs_b[-1] if in_step else None
     return _finish(ring, parts, (*arrived_a, *arrived_b), before, out_dtype)
 
 
