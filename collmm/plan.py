@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from collmm import plan_file, report
 from collmm.constraints import Form, Overrides, form_for, read_overrides
-from collmm.cost.candidates import Candidate, Places, RingPlace, candidates
+from collmm.cost.candidates import Candidate, Places, RingPlace, Weighing
 from collmm.cost.compiled import plain_s
 from collmm.cost.einsum import product_of, time_of
 from collmm.cost.estimate import Estimate, assumed_ring, estimate
@@ -165,13 +165,12 @@ def make_plan(
     sites = worked_after([_forbidden(site, overrides) for site in sites])
     hidden = _hidden(sites, chip, places)
     able = {site.index: site for site in sites if site.refusal is None}
-    choices = {
-        i: _Choice(candidates(site, chip, places, hidden=hidden)) for i, site in able.items()
-    }
+    weigh = Weighing(chip, places, hidden)
+    choices = {i: _Choice(weigh(site)) for i, site in able.items()}
     for group in _groups(list(able.values())):
         alone = [m for m in group if not choices[m.site.index].group]
         if len(alone) > 1:
-            choices.update(_shared(alone, choices, chip, places, hidden))
+            choices.update(_shared(alone, choices, weigh))
     decisions = []
     for site in sites:
         choice = choices.get(site.index)
@@ -431,16 +430,14 @@ def _groups(sites: Sequence[EinsumSite]) -> list[list[Shared]]:
 def _shared(
     group: Sequence[Shared],
     choices: dict[int, _Choice],
-    chip: Chip,
-    places: Places,
-    hidden: Hidden,
+    weigh: Weighing,
 ) -> dict[int, _Choice]:
     """Return the choices of a group, weighed together: its ring is paid once, and all hide it.
 
     It stays apart where its members save more by looping collectives of their own.
     """
     first, *rest = group
-    found = candidates(first.site, chip, places, only=first.collective, sharing=rest, hidden=hidden)
+    found = weigh(first.site, only=first.collective, sharing=rest)
     numbers = tuple(m.site.index for m in group)
     together = _Choice(found, numbers)
     own = {id(m): choices[m.site.index] for m in group}

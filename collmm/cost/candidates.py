@@ -115,6 +115,49 @@ def candidates(
     return tuple(sorted(found, key=lambda c: c.estimate.after_s - c.estimate.before_s))
 
 
+class Weighing:
+    """``candidates`` for the einsums of one program: those that are alike are weighed once.
+
+    ``chip``, ``places`` and ``hidden`` are as for ``candidates``.
+    """
+
+    def __init__(self, chip: Chip, places: Places, hidden: Hidden) -> None:
+        self._chip, self._places, self._hidden = chip, places, hidden
+        self._known: dict[object, tuple[Candidate, ...]] = {}
+
+    def __call__(
+        self, site: EinsumSite, *, only: Collective | None = None, sharing: Sequence[Shared] = ()
+    ) -> tuple[Candidate, ...]:
+        """What ``candidates`` gives; the members of each are the einsums asked about."""
+        key = only, self._key(site), tuple((m.collective, self._key(m.site)) for m in sharing)
+        found = self._known.get(key)
+        if found is not None:
+            return tuple(
+                dataclasses.replace(c, members=(Shared(site, c.collective), *sharing))
+                for c in found
+            )
+        found = candidates(
+            site, self._chip, self._places, only=only, sharing=sharing, hidden=self._hidden
+        )
+        self._known[key] = found
+        return found
+
+    def _key(self, site: EinsumSite) -> tuple[object, ...]:
+        """Everything about an einsum that its candidates depend on."""
+        behind = (self._hidden.get((site.index, c), ALONE) for c in site.loopable)
+        return (*(getattr(site, name) for name in _ALIKE), *behind)
+
+
+# The fields of a site that say where in the program it stands, and not what it takes.
+_PLACE = frozenset(
+    {
+        *("index", "location", "scope", "refusal", "detail", "body", "ready", "needed"),
+        *("sources", "follows", "together", "one_ring"),
+    }
+)
+_ALIKE = tuple(f.name for f in dataclasses.fields(EinsumSite) if f.name not in _PLACE)
+
+
 def _with_inner(
     members: Sequence[Shared], chip: Chip, places: Places, hidden: Hidden
 ) -> Iterator[tuple[Schedule, Inside]]:
