@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from collmm.einsum import Einsum
+from collmm.schedule import Schedule
 
 # A part of the last two dimensions fills whole tiles of a TPU, or writing it costs a pass.
 _TILE = (8, 128)
@@ -65,3 +66,14 @@ def cut_dim(steps: Sequence[Step], dim: int, parts: int) -> int:
         return sum(step.read(step.einsum.out[d], parts) for step in steps)
 
     return min((dim, *able), key=read)
+
+
+def cut_along(steps: Sequence[Step], dim: int, schedule: Schedule) -> int:
+    """``cut_dim`` for the loop of ``schedule``: other than ``dim`` where that is unrolled only.
+
+    In a rolled loop libtpu makes the slices of a whole operand again every turn; an inner ring, and
+    the sums of a group, are cut along ``dim``.
+    """
+    if schedule.nested or schedule.grouped or not schedule.unroll:
+        return dim
+    return cut_dim(steps, dim, schedule.accumulators)

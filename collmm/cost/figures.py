@@ -100,8 +100,8 @@ class EinsumShape:
     bytes/s before. Operands of up to ``onchip_fits`` bytes stay on the chip from one step of a loop
     to the next, results of up to ``result_fits``. An elementwise kernel takes ``pass_start`` and
     its traffic at ``pass_share`` of the bandwidth. ``late`` is 1 where the compiler starts a
-    permute only after the einsum of the shard it sends, and lets one chain of a reduce-scatter run
-    ahead; else 0. A reduce-scatter sums ``span_fits`` bytes of float32 at a time, in all members
+    permute only after the einsum of the shard it sends, and would let a reduce-scatter's chains run
+    apart; else 0. A reduce-scatter sums ``span_fits`` bytes of float32 at a time, in all members
     and the transfers between them.
     """
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from collmm.cost.einsum import Place, Product, copied, product_of, time_of
 from collmm.cost.figures import Chip
-from collmm.cutting import Step, cut_dim
+from collmm.cutting import Step, cut_along
 from collmm.schedule import Schedule
 from collmm.sites import ALL_TO_ALL, Collective, EinsumSite
 
@@ -202,15 +202,12 @@ def local_bytes(m: Shared, n: int) -> int:
 
 def cut_of(members: Sequence[Shared], schedule: Schedule) -> int:
     """The dimension of the result along which the loop cuts a block for its accumulators."""
-    dim = members[0].collective.dim
-    if schedule.nested or schedule.grouped or not schedule.unroll:
-        return dim
     steps = []
     for m in members:
         sizes = {label: -(-size // shards) for label, (size, shards) in m.site.label_shards.items()}
         sizes[m.label] = -(-sizes[m.label] // schedule.ring_size)
         steps.append(Step(m.site.einsum, sizes, m.site.itemsizes[:2]))
-    return cut_dim(steps, dim, schedule.accumulators)
+    return cut_along(steps, members[0].collective.dim, schedule)
 
 
 def scatter_einsum(

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from collmm.cutting import Step, cut_dim
+from collmm.cutting import Step, cut_along
 from collmm.errors import OptionError
 from collmm.loops.partial import PartialEinsum, add
 from collmm.loops.ringops import Place, position, put_at, send, shard_start, slot, take
@@ -48,10 +48,7 @@ def einsum_reduce_scatter(terms: Sequence[Term], scatter_dim: int, schedule: Sch
             return partial.dot(lhs, rhs)
         return lax.convert_element_type(sum_of_terms(terms), out_dtype)
     steps = [_step_of(term, scatter_dim, block) for term in terms]
-    cut = scatter_dim
-    # In a rolled loop libtpu makes the slices of a whole operand again every turn.
-    if schedule.unroll and not schedule.grouped:
-        cut = cut_dim(steps, scatter_dim, schedule.accumulators)
+    cut = cut_along(steps, scatter_dim, schedule)
     ring = Scattered(schedule, tuple(terms), scatter_dim, block, position(schedule), cut)
     return ring.go_round(out_dtype)
 
