@@ -28,6 +28,18 @@ def put(mesh, array, spec):
     return jax.device_put(array, NamedSharding(mesh, spec))
 
 
+def placer(mesh):
+    """(put an array on ``mesh``, constrain a traced one), both by the entries of a spec."""
+
+    def put(a, *spec):
+        return jax.device_put(a, NamedSharding(mesh, P(*spec)))
+
+    def at(a, *spec):
+        return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P(*spec)))
+
+    return put, at
+
+
 def whole_numbers(*shape, seed=0, dtype=np.float32):
     """Small whole numbers: sums of their products are exact in any order."""
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)

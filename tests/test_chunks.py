@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rewritten import assert_equal_trees, collectives
+from steptools import placer
 from test_manual import ints, mesh_of
 
 from collmm import Options, overlap_collectives
@@ -19,16 +19,6 @@ def chunked(fn, form="", **options):
     return overlap_collectives(
         fn, Options(overrides={"ring": f"{form} chunked".strip()}, **options)
     )
-
-
-def placer(mesh):
-    def put(a, *spec):
-        return jax.device_put(a, NamedSharding(mesh, P(*spec)))
-
-    def at(a, *spec):
-        return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P(*spec)))
-
-    return put, at
 
 
 def gathers(o, *args):
